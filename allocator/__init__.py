@@ -1,0 +1,41 @@
+"""The KV-cache block allocator: pure Python, no torch.
+
+`BlockManager` is the whole of it for an engine; `BlockPool` and `PrefixIndex` are its two halves, each usable alone.
+"""
+
+from kvproof.allocator.errors import (
+    IllegalTransition,
+    InvalidArgument,
+    InvariantViolation,
+    KvproofError,
+    SequenceStateError,
+    require_int,
+)
+from kvproof.allocator.hashing import HashBlock, Namespace, xxh3_chained
+from kvproof.allocator.index import Node, PrefixIndex
+from kvproof.allocator.manager import Admission, BlockManager, Merge
+from kvproof.allocator.policy import LRU, EvictionPolicy
+from kvproof.allocator.pool import BlockPool, BlockState
+from kvproof.allocator.sequence import Sequence
+
+__all__ = [
+    "Admission",
+    "BlockManager",
+    "BlockPool",
+    "BlockState",
+    "EvictionPolicy",
+    "HashBlock",
+    "IllegalTransition",
+    "InvalidArgument",
+    "InvariantViolation",
+    "KvproofError",
+    "LRU",
+    "Merge",
+    "Namespace",
+    "Node",
+    "PrefixIndex",
+    "Sequence",
+    "SequenceStateError",
+    "require_int",
+    "xxh3_chained",
+]

@@ -1,0 +1,92 @@
+"""The invariants of the specification, checked on a live manager in one pass over everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvproof.allocator.errors import InvariantViolation
+from kvproof.allocator.pool import BlockState
+
+if TYPE_CHECKING:
+    from kvproof.allocator.index import Node
+    from kvproof.allocator.manager import BlockManager
+
+
+def audit(manager: BlockManager) -> None:
+    """Raise `InvariantViolation` for the first invariant of docs/specification.md that does not hold.
+
+    What needs the KV itself (I5, I13), an operation's before and after (I8, I10) or a future (I12) can't be seen in a
+    state; the state machines in `kvproof.fuzz` check those.
+    """
+    _references_are_owners(manager)
+    _free_list_is_the_unreferenced(manager)
+    _index_names_present_content(manager)
+    _tables_match_their_sequences(manager)
+
+
+def _references_are_owners(manager: BlockManager) -> None:
+    owners = Counter(block for seq in manager.sequences for block in seq.block_table)
+    for block in range(manager.num_blocks):
+        refs = manager.pool.refs(block)
+        if refs != owners[block]:
+            raise InvariantViolation(
+                "I1", f"block {block} has {refs} references, {owners[block]} table entries name it"
+            )
+
+
+def _free_list_is_the_unreferenced(manager: BlockManager) -> None:
+    pool = manager.pool
+    empty, cached = pool.free_lists()
+    for blocks, state in ((empty, BlockState.FREE), (cached, BlockState.CACHED)):
+        if len(set(blocks)) != len(blocks):
+            raise InvariantViolation("I2", f"a block is listed twice as {state}: {blocks}")
+        for block in blocks:
+            if pool.state(block) is not state:
+                raise InvariantViolation("I2", f"block {block} is listed as {state} and is {pool.state(block)}")
+    listed = len(empty) + len(cached)
+    unreferenced = sum(1 for block in range(pool.num_blocks) if pool.refs(block) == 0)
+    if not listed == unreferenced == pool.num_free:
+        raise InvariantViolation("I2", f"{listed} blocks listed, {unreferenced} unreferenced, {pool.num_free} free")
+
+
+def _index_names_present_content(manager: BlockManager) -> None:
+    pool, index = manager.pool, manager.index
+    carried: dict[int, Node] = {}
+    for node in index.nodes():
+        if not node.blocks:
+            raise InvariantViolation("I3", f"no block carries {node}")
+        for block in node.blocks:
+            if block in carried:
+                raise InvariantViolation("I3", f"block {block} carries both {carried[block]} and {node}")
+            carried[block] = node
+        parent = node.parent
+        if parent is None or node not in parent.children:
+            raise InvariantViolation("I4", f"{node} is not among its parent's children")
+        if not parent.blocks and parent is not index.root(node.namespace):
+            raise InvariantViolation("I4", f"{node} has outlived its parent")
+        if index.find(parent, node.tokens, node.hash) is not node:
+            raise InvariantViolation("I3", f"{node} can't be found by its content")
+    for block in range(pool.num_blocks):
+        if pool.content(block) is not carried.get(block):
+            raise InvariantViolation("I3", f"block {block} holds {pool.content(block)}, the index says otherwise")
+
+
+def _tables_match_their_sequences(manager: BlockManager) -> None:
+    size = manager.block_size
+    for seq in manager.sequences:
+        if len(seq.block_table) != -(-seq.num_reserved // size):
+            raise InvariantViolation("I7", f"the table does not cover the reserved tokens of {seq}")
+        if seq.num_computed > min(seq.num_reserved, len(seq)):
+            raise InvariantViolation("I7", f"more is computed than known or reserved of {seq}")
+        parent: Node | None = manager.index.root(seq.namespace)
+        for i, block in enumerate(seq.block_table):
+            node = manager.pool.content(block)
+            if node is not None:
+                if (i + 1) * size > seq.num_computed:
+                    raise InvariantViolation("I6", f"block {block} was published before it was computed by {seq}")
+                if node.namespace != seq.namespace:
+                    raise InvariantViolation("I9", f"{seq} of {seq.namespace} reads block {block} of {node.namespace}")
+                if node.parent is not parent or node.tokens != seq.tokens(i * size, (i + 1) * size).tobytes():
+                    raise InvariantViolation("I3", f"block {block}, entry {i} of {seq}, is published as other content")
+            parent = node

@@ -1,0 +1,141 @@
+"""Physical blocks: reference counts, content marks and the free list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from kvproof.allocator.errors import IllegalTransition, require_int
+from kvproof.allocator.policy import LRU, EvictionPolicy
+
+MAX_BLOCKS = 2**31 - 1  # block ids are int32 in every block table
+
+Content = TypeVar("Content")
+
+
+class BlockState(StrEnum):
+    """FREE and ACTIVE blocks hold nothing findable, PUBLISHED and CACHED ones do; FREE and CACHED are unreferenced."""
+
+    FREE = "free"
+    ACTIVE = "active"
+    PUBLISHED = "published"
+    CACHED = "cached"
+
+
+class BlockPool(Generic[Content]):
+    """Blocks 0 to `num_blocks - 1`, each in exactly one `BlockState`.
+
+    A block's reference count and its content are the only state; `BlockState` and the free list follow from them.
+    The transitions are methods, and one that a block's state does not have raises `IllegalTransition`:
+
+        take      FREE -> ACTIVE, or CACHED -> ACTIVE by evicting
+        share     one reference more; CACHED -> PUBLISHED
+        release   one reference less; at zero ACTIVE -> FREE, PUBLISHED -> CACHED
+        publish   ACTIVE -> PUBLISHED
+        withdraw  PUBLISHED -> ACTIVE, CACHED -> FREE
+
+    `Content` is whatever the owner finds a block by; the pool only carries it. All content that is lost to make
+    room leaves through `on_evict(block, content)`, called when the block has already lost it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        policy: EvictionPolicy | None = None,
+        on_evict: Callable[[int, Content], None] | None = None,
+    ) -> None:
+        require_int("num_blocks", num_blocks, 1, MAX_BLOCKS)
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._content: list[Content | None] = [None] * num_blocks
+        # Blocks without content, a stack: the last released is the likeliest to be in a processor's cache.
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._cached = policy if policy is not None else LRU()
+        self._on_evict = on_evict
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` could hand out: FREE and CACHED ones."""
+        return len(self._empty) + len(self._cached)
+
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The FREE blocks and the CACHED ones, each in the order in which they will be taken."""
+        return self._empty[::-1], list(self._cached)
+
+    def refs(self, block: int) -> int:
+        """References held on `block`."""
+        if not 0 <= block < self.num_blocks:  # a negative index would find the last block
+            raise IllegalTransition(f"there is no block {block}, the pool has 0 to {self.num_blocks - 1}")
+        return self._refs[block]
+
+    def content(self, block: int) -> Content | None:
+        """What `block` is findable by, or None."""
+        self.refs(block)  # there is such a block
+        return self._content[block]
+
+    def state(self, block: int) -> BlockState:
+        findable = self.content(block) is not None
+        if self._refs[block]:
+            return BlockState.PUBLISHED if findable else BlockState.ACTIVE
+        return BlockState.CACHED if findable else BlockState.FREE
+
+    def take(self, n: int = 1) -> list[int]:
+        """Reference `n` unreferenced blocks, contentless ones first. Ask `num_free` before: fewer is an error here."""
+        require_int("n", n, 0, MAX_BLOCKS)
+        if n > self.num_free:
+            raise IllegalTransition(f"cannot take {n} blocks, {self.num_free} are free")
+        return [self._take() for _ in range(n)]
+
+    def _take(self) -> int:
+        if not self._empty:
+            self._evict()
+        block = self._empty.pop()
+        self._refs[block] = 1
+        return block
+
+    def _evict(self) -> None:
+        block = self._cached.pop()
+        content = self.content(block)
+        if content is None or self._refs[block]:
+            raise IllegalTransition(f"the eviction policy chose block {block}, which is {self.state(block)}")
+        self._content[block] = None
+        self._empty.append(block)
+        if self._on_evict is not None:
+            self._on_evict(block, content)
+
+    def share(self, block: int) -> None:
+        """One reference more on a block that has an owner or content."""
+        if self.refs(block) == 0:
+            if self._content[block] is None:
+                raise IllegalTransition(f"block {block} is free: there is nothing to share")
+            self._cached.remove(block)
+        self._refs[block] += 1
+
+    def release(self, block: int) -> None:
+        """One reference less; the last one returns the block to the free list, with its content if it has any."""
+        if self.refs(block) == 0:
+            raise IllegalTransition(f"block {block} is {self.state(block)}: there is no reference to release")
+        self._refs[block] -= 1
+        if self._refs[block] == 0:
+            if self._content[block] is None:
+                self._empty.append(block)
+            else:
+                self._cached.insert(block)
+
+    def publish(self, block: int, content: Content) -> None:
+        """Make a referenced block findable by `content`."""
+        if self.refs(block) == 0 or self._content[block] is not None:
+            raise IllegalTransition(f"block {block} is {self.state(block)}: only an active block can be published")
+        self._content[block] = content
+
+    def withdraw(self, block: int) -> None:
+        """Take a block's content away, whoever references it."""
+        refs = self.refs(block)
+        if self._content[block] is None:
+            raise IllegalTransition(f"block {block} is {self.state(block)}: it has no content to withdraw")
+        self._content[block] = None
+        if refs == 0:
+            self._cached.remove(block)
+            self._empty.append(block)

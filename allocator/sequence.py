@@ -1,0 +1,107 @@
+"""One sequence as the allocator sees it: its tokens, its block table and how far each has come."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvproof.allocator.errors import InvalidArgument, require_int
+from kvproof.allocator.hashing import Namespace
+
+if TYPE_CHECKING:
+    from kvproof.allocator.manager import BlockManager
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_LENGTH = 2**31 - 1
+
+
+class Sequence:
+    """Made by `BlockManager.sequence`, and driven by that manager alone.
+
+    It lives as long as its request: a preempted sequence is released and admitted again, and keeps its tokens and
+    the hashes of its blocks. Three counts say how far it is, `0 <= num_computed <= num_reserved`:
+
+        len(seq)      tokens known, prompt and output
+        num_reserved  tokens that have a slot in the block table
+        num_computed  tokens whose KV is written
+    """
+
+    __slots__ = ("_hashes", "_manager", "_num_cached", "_num_computed", "_num_reserved", "_table", "_tokens",
+                 "max_length", "namespace")  # fmt: skip
+
+    def __init__(
+        self, manager: BlockManager, tokens: Iterable[int], max_length: int | None, namespace: Namespace
+    ) -> None:
+        self._manager = manager
+        self._tokens = _token_array(tokens)
+        if not self._tokens:
+            raise InvalidArgument("a sequence needs at least one token")
+        if max_length is not None:
+            require_int("max_length", max_length, len(self._tokens), MAX_LENGTH)
+        self._hashes: list[int] = []
+        self._table = array("i")
+        self._num_computed = self._num_reserved = self._num_cached = 0
+        self.max_length = max_length
+        self.namespace = namespace
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence of {len(self)} tokens, {self._num_computed} computed, {self._num_reserved} reserved, "
+            f"{len(self._table)} blocks>"
+        )
+
+    @property
+    def num_computed(self) -> int:
+        return self._num_computed
+
+    @property
+    def num_reserved(self) -> int:
+        return self._num_reserved
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that the last admission found in the prefix cache."""
+        return self._num_cached
+
+    @property
+    def block_table(self) -> array[int]:
+        """The blocks in order, as int32. This is the live table, for reading: only the manager may write it, and the
+        next admission, reserve or release may put another array in its place."""
+        return self._table
+
+    def tokens(self, start: int = 0, stop: int | None = None) -> array[int]:
+        """A copy of the token ids from `start` to `stop`, as int32."""
+        return self._tokens[start:stop]
+
+    def append(self, token: int) -> None:
+        """One more token is known, usually the one just sampled. It has no slot before `reserve` gives it one."""
+        self.extend((token,))
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """More tokens are known. Raises `InvalidArgument`, and adds none, unless all are in 0 to `MAX_TOKEN_ID`."""
+        self._tokens.extend(_token_array(tokens))
+
+
+def _token_array(tokens: Iterable[int]) -> array[int]:
+    """A private int32 copy of `tokens`, so that what the caller does to a list later can't reach the cache."""
+    values: list[int] = []
+    try:
+        values = list(tokens)  # an array would take bytes for its own memory
+        copy = array("i", values)
+    except (OverflowError, TypeError):
+        bad = next((value for value in values if not _is_token_id(value)), tokens)
+        raise InvalidArgument(f"{bad!r} is no token id, must be an integer from 0 to {MAX_TOKEN_ID}") from None
+    if copy and min(copy) < 0:
+        raise InvalidArgument(f"{min(copy)} is no token id, must be an integer from 0 to {MAX_TOKEN_ID}")
+    return copy
+
+
+def _is_token_id(value: int) -> bool:
+    try:
+        return array("i", (value,))[0] >= 0
+    except (OverflowError, TypeError):
+        return False
