@@ -128,7 +128,7 @@ FAULTS = (
         BlockManager,
         "admit",
         "for block in quote.hits:",
-        "[self.pool.release(block) for block in self.pool.take(quote.num_new_blocks)]\n        for block in quote.hits:",
+        "[self.pool.release(b) for b in self.pool.take(quote.num_new_blocks)]\n        for block in quote.hits:",
         "blocks are taken before the hits are held (vllm#37076)",
     ),
     Fault(
@@ -244,11 +244,11 @@ FAULTS = (
         "eviction takes the block that was freed last (transformers)",
     ),
     Fault(
-        "handed-out tokens shared",
+        "extended by half",
         Sequence,
         "extend",
         "self._tokens.extend(_token_array(tokens))",
-        "[self._tokens.append(token) for token in tokens if token >= 0 or _token_array(tokens)]",
+        "[self._tokens.extend(_token_array([token])) for token in tokens]",
         "a bad token is refused after good ones were added",
     ),
 )

@@ -27,7 +27,10 @@ from kvproof.allocator import (
 from kvproof.allocator.sequence import MAX_LENGTH
 from kvproof.fuzz.model import ModelManager, ModelSequence, Prefix
 
-NUM_SLOTS = 4
+NUM_SLOTS = 3
+SLOTS = st.integers(0, NUM_SLOTS - 1)
+LIMITS = st.none() | st.integers(1, 6)
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 NAMESPACES = (Namespace(), Namespace(salt="x"), Namespace(adapter="x"))
 
 
@@ -92,6 +95,7 @@ class ManagerMachine(RuleBasedStateMachine):
             hash_block=weakened(hash_bits),
         )
         self.model = ModelManager(num_blocks, block_size, caching=caching, merge=merge, newest_first=newest_first)
+        self.capacity = num_blocks * block_size
         self.slots: list[Pair | None] = [None] * NUM_SLOTS
         self.prompts: list[list[int]] = [[0]]
         self.memory: dict[tuple[int, int], Prefix] = {}
@@ -99,19 +103,19 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- rules
 
     @rule(
-        slot=st.integers(0, NUM_SLOTS - 1),
+        slot=SLOTS,
         base=st.integers(0, 7),
-        keep=st.integers(0, 12),
+        keep=st.none() | st.integers(0, 12),
         suffix=st.lists(st.integers(0, 1), max_size=6),
         namespace=st.sampled_from((0, 0, 0, 1, 2)),
-        headroom=st.none() | st.integers(0, 12),
-        limit=st.none() | st.integers(1, 6),
+        headroom=st.none() | st.integers(0, 5),
+        limit=LIMITS,
     )
     def admit(
         self,
         slot: int,
         base: int,
-        keep: int,
+        keep: int | None,
         suffix: list[int],
         namespace: int,
         headroom: int | None,
@@ -119,7 +123,7 @@ class ManagerMachine(RuleBasedStateMachine):
     ) -> None:
         """A new sequence, whose prompt usually begins like one that was seen before."""
         self.vacate(slot)
-        prompt = (self.prompts[base % len(self.prompts)][:keep] + suffix) or [0]
+        prompt = (self.prompts[-1 - base % len(self.prompts)][:keep] + suffix)[: self.capacity + 1] or [0]
         self.prompts.append(prompt)
         max_length = None if headroom is None else len(prompt) + headroom
         pair = Pair(
@@ -129,69 +133,48 @@ class ManagerMachine(RuleBasedStateMachine):
         self.slots[slot] = pair
         self.try_admit(pair, limit)
 
-    @rule(slot=st.integers(0, NUM_SLOTS - 1), limit=st.none() | st.integers(1, 6))
+    @rule(slot=SLOTS, limit=LIMITS)
     def readmit(self, slot: int, limit: int | None) -> None:
         """Preemption by recompute: release, and later admit what is now a longer prompt."""
         pair = self.occupied(slot)
         self.release_pair(pair)
         self.try_admit(pair, limit)
 
-    @rule(slot=st.integers(0, NUM_SLOTS - 1), n=st.integers(0, 8))
-    def compute(self, slot: int, n: int) -> None:
-        """A step computes a chunk: its KV is written, then committed."""
+    @rule(slot=SLOTS, n=st.none() | st.integers(0, 8), dies=st.sampled_from((False, False, True)))
+    def compute(self, slot: int, n: int | None, dies: bool) -> None:
+        """The KV of a chunk is written, and committed unless the step dies before."""
         pair = self.running(slot)
-        seq = pair.model
-        stop = min(seq.computed + n, seq.reserved, len(seq.tokens))
-        n = stop - seq.computed
-        self.write(pair, stop)
-        merges = self.manager.commit(pair.real, n)
-        expected = self.model.commit(seq, n)
-        assert [tuple(merge) for merge in merges] == expected
-        if merges:
-            event("merged a duplicate")
+        self.write(pair, n)
+        if not dies:
+            self.commit(pair, n)
 
-    @rule(slot=st.integers(0, NUM_SLOTS - 1), n=st.integers(0, 8))
-    def compute_and_fail(self, slot: int, n: int) -> None:
-        """A step writes KV and dies before it commits: nothing of it may be found later."""
-        pair = self.running(slot)
-        self.write(pair, min(pair.model.computed + n, pair.model.reserved, len(pair.model.tokens)))
-
-    @rule(slot=st.integers(0, NUM_SLOTS - 1), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    @rule(slot=SLOTS, tokens=TOKENS)
     def sample(self, slot: int, tokens: list[int]) -> None:
         """Tokens become known, by sampling one or by accepting several drafts."""
-        pair = self.occupied(slot)
-        room = len(tokens) if pair.model.max_length is None else pair.model.max_length - len(pair.model.tokens)
-        pair.real.extend(tokens[:room])
-        pair.model.tokens += tokens[:room]
+        self.extend(self.occupied(slot), tokens)
 
-    @rule(slot=st.integers(0, NUM_SLOTS - 1), n=st.integers(0, 9))
+    @rule(slot=SLOTS, n=st.integers(0, 9))
     def reserve(self, slot: int, n: int) -> None:
-        pair = self.running(slot)
-        if pair.model.max_length is not None:
-            n = min(n, pair.model.max_length - pair.model.reserved)
-        before = fingerprint(self.manager)
-        granted = self.manager.reserve(pair.real, n)
-        assert granted == self.model.reserve(pair.model, n)
-        if not granted:
-            event("reserve refused")
-            assert fingerprint(self.manager) == before, "a refused reserve changed something"
+        self.try_reserve(self.running(slot), n)
 
-    @rule(slot=st.integers(0, NUM_SLOTS - 1))
+    @rule(slot=SLOTS, tokens=TOKENS)
+    def step(self, slot: int, tokens: list[int]) -> None:
+        """An engine's step, over every running sequence. All sample alike, so that equal ones stay equal."""
+        self.running(slot)
+        batch = [pair for pair in self.slots if pair is not None and pair.model.admitted]
+        for pair in batch:
+            self.write(pair)
+        for pair in batch:
+            self.commit(pair)
+        for pair in batch:
+            self.extend(pair, tokens)
+            self.try_reserve(pair, max(0, len(pair.model.tokens) - pair.model.reserved))
+
+    @rule(slot=SLOTS)
     def release(self, slot: int) -> None:
         self.vacate(slot)
 
-    @rule(slot=st.integers(0, NUM_SLOTS - 1), limit=st.none() | st.integers(1, 6))
-    def ask(self, slot: int, limit: int | None) -> None:
-        """The questions agree with the model and change nothing."""
-        pair = self.occupied(slot)
-        self.release_pair(pair)
-        before = fingerprint(self.manager)
-        expected = self.model.hits(pair.model) if self.model.caching else []
-        assert self.manager.match(pair.real) == len(expected) * self.model.block_size
-        assert self.manager.can_admit(pair.real, limit) == self.model.answer(pair.model, limit)
-        assert fingerprint(self.manager) == before, "a question changed something"
-
-    @rule(slot=st.integers(0, NUM_SLOTS - 1), which=st.integers(0, 63))
+    @rule(slot=SLOTS, which=st.integers(0, 63))
     def misuse(self, slot: int, which: int) -> None:
         """Bad input is refused with an error of ours, and nothing changes."""
         manager, seq = self.manager, self.running(slot).real
@@ -277,7 +260,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def occupied(self, slot: int) -> Pair:
         pair = self.slots[slot]
         if pair is None:
-            pair = Pair(self.manager.sequence([0]), ModelSequence(NAMESPACES[0], [0]))
+            prompt = self.prompts[-1][: self.capacity]
+            pair = Pair(self.manager.sequence(prompt), ModelSequence(NAMESPACES[0], list(prompt)))
             self.slots[slot] = pair
         return pair
 
@@ -289,11 +273,16 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.release_pair(other)
             if not self.try_admit(pair, None):  # it has outgrown the pool
                 self.slots[slot] = None
-                return self.running(slot)
+                pair = self.occupied(slot)
+                assert self.try_admit(pair, None)
         return pair
 
     def try_admit(self, pair: Pair, limit: int | None) -> bool:
         before = fingerprint(self.manager)
+        expected = self.model.hits(pair.model) if self.model.caching else []
+        assert self.manager.match(pair.real) == len(expected) * self.model.block_size
+        assert self.manager.can_admit(pair.real, limit) == self.model.answer(pair.model, limit)
+        assert fingerprint(self.manager) == before, "a question changed something"
         answer = self.manager.admit(pair.real, limit)
         assert answer == self.model.admit(pair.model, limit)
         if answer is Admission.NOW:
@@ -305,16 +294,48 @@ class ManagerMachine(RuleBasedStateMachine):
         assert fingerprint(self.manager) == before, "a refused admission changed something"
         return False
 
-    def write(self, pair: Pair, stop: int) -> None:
-        """The KV of the tokens up to `stop` is written, slot by slot."""
+    def chunk_end(self, pair: Pair, n: int | None) -> int:
+        """Where the next `n` tokens end that could be computed now; None for all of them."""
+        seq = pair.model
+        stop = min(seq.reserved, len(seq.tokens))
+        return stop if n is None else min(stop, seq.computed + n)
+
+    def write(self, pair: Pair, n: int | None = None) -> None:
+        """The KV of the next `n` tokens is written, slot by slot."""
         pool = self.manager.pool
-        for i in range(pair.real.num_computed, stop):
+        for i in range(pair.real.num_computed, self.chunk_end(pair, n)):
             entry, offset = divmod(i, self.manager.block_size)
             block = pair.real.block_table[entry]
             # I5
             assert pool.refs(block) == 1, f"block {block} is written and has {pool.refs(block)} owners"
             assert pool.content(block) is None, f"block {block} is written and published"
             self.memory[block, offset] = pair.model.prefix(i + 1)
+
+    def commit(self, pair: Pair, n: int | None = None) -> None:
+        n = self.chunk_end(pair, n) - pair.model.computed
+        merges = self.manager.commit(pair.real, n)
+        assert [tuple(merge) for merge in merges] == self.model.commit(pair.model, n)
+        if merges:
+            event("merged a duplicate")
+
+    def extend(self, pair: Pair, tokens: list[int]) -> None:
+        """`tokens` become known, as far as the declared length and the pool allow."""
+        seq = pair.model
+        limit = self.capacity if seq.max_length is None else seq.max_length
+        tokens = tokens[: max(0, limit - len(seq.tokens))]
+        pair.real.extend(tokens)
+        seq.tokens += tokens
+        self.prompts.append(list(seq.tokens))  # the next turn of a conversation begins like this
+
+    def try_reserve(self, pair: Pair, n: int) -> None:
+        if pair.model.max_length is not None:
+            n = min(n, pair.model.max_length - pair.model.reserved)
+        before = fingerprint(self.manager)
+        granted = self.manager.reserve(pair.real, n)
+        assert granted == self.model.reserve(pair.model, n)
+        if not granted:
+            event("reserve refused")
+            assert fingerprint(self.manager) == before, "a refused reserve changed something"
 
     def release_pair(self, pair: Pair) -> None:
         if pair.model.admitted:

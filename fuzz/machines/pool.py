@@ -1,0 +1,135 @@
+"""A state machine for `BlockPool`: every transition, legal or not, against a table of states and two plain lists.
+
+A transition that a block's state does not have must raise `IllegalTransition`, name the block and change nothing, and
+so must any transition of a block that does not exist. No draw is wasted on keeping out of trouble.
+"""
+
+from __future__ import annotations
+
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvproof.allocator import LRU, BlockPool, BlockState, IllegalTransition
+from kvproof.fuzz.machines.manager import NewestFirst
+
+FREE, ACTIVE, PUBLISHED, CACHED = BlockState
+
+ALLOWED = {
+    "share": (ACTIVE, PUBLISHED, CACHED),
+    "release": (ACTIVE, PUBLISHED),
+    "publish": (ACTIVE,),
+    "withdraw": (PUBLISHED, CACHED),
+}
+MAX_BLOCKS = 5
+BLOCKS = st.integers(-1, MAX_BLOCKS)  # one too low, and often one too high
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(1, MAX_BLOCKS), newest_first=st.booleans())
+    def start(self, num_blocks: int, newest_first: bool) -> None:
+        policy = NewestFirst() if newest_first else LRU()
+        self.pool: BlockPool[str] = BlockPool(num_blocks, policy=policy, on_evict=self.evicted)
+        self.newest_first = newest_first
+        self.states = dict.fromkeys(range(num_blocks), FREE)
+        self.refs = dict.fromkeys(range(num_blocks), 0)
+        self.contents: dict[int, str] = {}
+        self.empty = list(range(num_blocks))[::-1]  # taken from the end
+        self.cached: list[int] = []  # oldest first
+        self.lost: list[tuple[int, str]] = []  # what was evicted, as the pool told it
+        self.expected_lost: list[tuple[int, str]] = []
+
+    def evicted(self, block: int, content: str) -> None:
+        assert self.pool.state(block) is FREE, f"block {block} is {self.pool.state(block)} while its content leaves"
+        self.lost.append((block, content))
+
+    # ---- rules
+
+    @rule(n=st.integers(0, MAX_BLOCKS + 1))
+    def take(self, n: int) -> None:
+        if n > len(self.empty) + len(self.cached):
+            self.refused("take", n)
+        else:
+            assert self.pool.take(n) == [self.take_one() for _ in range(n)]
+
+    def take_one(self) -> int:
+        if self.empty:
+            block = self.empty.pop()
+        else:
+            block = self.cached.pop(-1 if self.newest_first else 0)
+            self.expected_lost.append((block, self.contents.pop(block)))
+            event("evicted")
+        self.states[block], self.refs[block] = ACTIVE, 1
+        return block
+
+    @rule(block=BLOCKS)
+    def share(self, block: int) -> None:
+        if self.done("share", block):
+            self.refs[block] += 1
+            if self.states[block] is CACHED:
+                self.cached.remove(block)
+                self.states[block] = PUBLISHED
+
+    @rule(block=BLOCKS)
+    def release(self, block: int) -> None:
+        if self.done("release", block):
+            self.refs[block] -= 1
+            if self.refs[block] == 0 and self.states[block] is PUBLISHED:
+                self.states[block] = CACHED
+                self.cached.append(block)
+            elif self.refs[block] == 0:
+                self.states[block] = FREE
+                self.empty.append(block)
+
+    @rule(block=BLOCKS, content=st.sampled_from(("", "a", "b")))  # content that is false is content too
+    def publish(self, block: int, content: str) -> None:
+        if self.done("publish", block, content):
+            self.states[block] = PUBLISHED
+            self.contents[block] = content
+
+    @rule(block=BLOCKS)
+    def withdraw(self, block: int) -> None:
+        if self.done("withdraw", block):
+            del self.contents[block]
+            if self.states[block] is CACHED:
+                self.cached.remove(block)
+                self.empty.append(block)
+            self.states[block] = FREE if self.states[block] is CACHED else ACTIVE
+
+    @rule(block=st.sampled_from((-1, MAX_BLOCKS)), question=st.sampled_from(("refs", "content", "state")))
+    def ask_for_no_block(self, block: int, question: str) -> None:
+        self.refused(question, block)
+
+    # ---- invariant
+
+    @invariant()
+    def agrees_with_model(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        pool = self.pool
+        assert {block: pool.state(block) for block in range(pool.num_blocks)} == self.states
+        assert {block: pool.refs(block) for block in range(pool.num_blocks)} == self.refs
+        assert [pool.content(block) for block in self.states] == [self.contents.get(block) for block in self.states]
+        assert pool.free_lists() == (self.empty[::-1], self.cached[::-1] if self.newest_first else self.cached)
+        assert pool.num_free == sum(1 for refs in self.refs.values() if refs == 0)
+        assert self.lost == self.expected_lost
+
+    # ---- doing and refusing
+
+    def done(self, transition: str, block: int, *arguments: str) -> bool:
+        """Whether `block` has made `transition`; if it may not, whether that is refused."""
+        if self.states.get(block) in ALLOWED[transition]:
+            getattr(self.pool, transition)(block, *arguments)
+            return True
+        self.refused(transition, block, *arguments)
+        return False
+
+    def refused(self, operation: str, *arguments: object) -> None:
+        """That nothing has changed is what the invariant checks next."""
+        try:
+            getattr(self.pool, operation)(*arguments)
+        except IllegalTransition as error:
+            message = str(error)
+        else:
+            raise AssertionError(f"{operation}{arguments} was accepted")
+        assert str(arguments[0]) in message

@@ -1,0 +1,153 @@
+"""`check()`: each way to break a manager's state is found, and named by the invariant it breaks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from kvproof.allocator import BlockManager, InvariantViolation, Namespace, Node, Sequence
+
+
+def busy() -> tuple[BlockManager, Sequence]:
+    """A sequence on blocks 0 to 2, the first two published; block 3 cached, 4 another one's, half full, 5 free."""
+    manager = BlockManager(6, 2)
+    seq = manager.sequence([1, 2, 3, 4, 5])
+    manager.admit(seq)
+    manager.commit(seq, 5)
+    gone = manager.sequence([6, 7], namespace=Namespace(salt="x"))
+    manager.admit(gone)
+    manager.commit(gone, 2)
+    other = manager.sequence([8])
+    manager.admit(other)
+    manager.release(gone)
+    manager.check()
+    assert list(other.block_table) == [4]
+    assert manager.pool.free_lists() == ([5], [3])
+    return manager, seq
+
+
+def root_of(manager: BlockManager) -> Node:
+    return manager.index.root(Namespace())
+
+
+def node_of(manager: BlockManager, block: int) -> Node:
+    node = manager.pool.content(block)
+    assert node is not None
+    return node
+
+
+def leak(manager: BlockManager, seq: Sequence) -> None:
+    manager.pool.take()
+
+
+def lose_a_reference(manager: BlockManager, seq: Sequence) -> None:
+    manager.pool.release(seq.block_table[2])
+
+
+def free_twice(manager: BlockManager, seq: Sequence) -> None:
+    manager.pool._empty.append(5)
+
+
+def cache_twice(manager: BlockManager, seq: Sequence) -> None:
+    manager.pool._empty.append(3)
+
+
+def free_what_is_in_use(manager: BlockManager, seq: Sequence) -> None:
+    manager.pool._empty[0] = 2
+
+
+def forget_a_free_block(manager: BlockManager, seq: Sequence) -> None:
+    manager.pool._empty.clear()
+
+
+def node_without_blocks(manager: BlockManager, seq: Sequence) -> None:
+    node_of(manager, 0).blocks.clear()
+
+
+def two_contents(manager: BlockManager, seq: Sequence) -> None:
+    node_of(manager, 0).blocks.append(1)
+
+
+def unknown_child(manager: BlockManager, seq: Sequence) -> None:
+    node_of(manager, 0).children.clear()
+
+
+def no_parent(manager: BlockManager, seq: Sequence) -> None:
+    node_of(manager, 1).parent = None
+
+
+def dead_parent(manager: BlockManager, seq: Sequence) -> None:
+    node = node_of(manager, 1)
+    ghost = Node(99, Namespace(), root_of(manager), b"", 0)
+    ghost.children.add(node)
+    node.parent = ghost
+
+
+def other_tokens(manager: BlockManager, seq: Sequence) -> None:
+    """A second node of the same parent and tokens hides the first one from every search."""
+    node = node_of(manager, 0)
+    manager.index.add(5, root_of(manager), node.tokens, node.hash)
+
+
+def forgotten_content(manager: BlockManager, seq: Sequence) -> None:
+    manager.pool._content[0] = None
+
+
+def short_table(manager: BlockManager, seq: Sequence) -> None:
+    seq._num_reserved += 2
+
+
+def computed_without_slot(manager: BlockManager, seq: Sequence) -> None:
+    seq._num_computed = 6
+    seq._num_reserved = 6
+
+
+def published_too_early(manager: BlockManager, seq: Sequence) -> None:
+    seq._num_computed = 3
+
+
+def other_namespace(manager: BlockManager, seq: Sequence) -> None:
+    seq.namespace = Namespace(salt="y")
+
+
+def swapped_table(manager: BlockManager, seq: Sequence) -> None:
+    seq._table = array("i", [1, 0, 2])
+
+
+def rewritten_tokens(manager: BlockManager, seq: Sequence) -> None:
+    seq._tokens[2] = 9
+
+
+@pytest.mark.parametrize(
+    ("damage", "invariant"),
+    [
+        (leak, "I1"),
+        (lose_a_reference, "I1"),
+        (free_twice, "I2"),
+        (cache_twice, "I2"),
+        (free_what_is_in_use, "I2"),
+        (forget_a_free_block, "I2"),
+        (node_without_blocks, "I3"),
+        (two_contents, "I3"),
+        (unknown_child, "I4"),
+        (no_parent, "I4"),
+        (dead_parent, "I4"),
+        (other_tokens, "I3"),
+        (forgotten_content, "I3"),
+        (short_table, "I7"),
+        (computed_without_slot, "I7"),
+        (published_too_early, "I6"),
+        (other_namespace, "I9"),
+        (swapped_table, "I3"),
+        (rewritten_tokens, "I3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_damage_is_found(damage: Callable[[BlockManager, Sequence], None], invariant: str) -> None:
+    manager, seq = busy()
+    damage(manager, seq)
+    with pytest.raises(InvariantViolation, match=f"^{invariant}: ") as error:
+        manager.check()
+    assert error.value.invariant == invariant

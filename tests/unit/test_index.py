@@ -1,0 +1,106 @@
+"""The prefix index: trees by state machine; collisions, deaths and depth by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvproof.allocator import Namespace, Node, PrefixIndex
+from kvproof.fuzz.machines.index import IndexMachine
+
+TestIndexMachine = IndexMachine.TestCase
+
+A, B, C, D = b"aaaa", b"bbbb", b"cccc", b"dddd"
+COLLIDING = 7
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_colliding_nodes_leave_in_any_order(order: tuple[int, ...]) -> None:
+    """All four in one bucket: its first, its last and those between are unlinked without losing another."""
+    index = PrefixIndex()
+    root = index.root(Namespace())
+    nodes = [index.add(block, root, tokens, COLLIDING) for block, tokens in enumerate((A, B, C, D))]
+    left = set(range(4))
+    for block in order:
+        assert index.remove(block, nodes[block]) == []
+        left.remove(block)
+        found = [index.find(root, tokens, COLLIDING) for tokens in (A, B, C, D)]
+        assert found == [node if block in left else None for block, node in enumerate(nodes)]
+        assert {node.uid for node in index.nodes()} == {nodes[block].uid for block in left}
+
+
+def test_a_hit_needs_the_parent_the_tokens_and_the_hash() -> None:
+    index = PrefixIndex()
+    root, stranger = index.root(Namespace()), index.root(Namespace(salt="x"))
+    a, b = index.add(0, root, A, 1), index.add(1, root, B, 1)
+    child = index.add(2, a, C, 1)
+    assert index.find(a, C, 1) is child
+    assert index.find(b, C, 1) is None
+    assert index.find(root, C, 1) is None
+    assert index.find(a, D, 1) is None
+    assert index.find(a, C, 2) is None
+    assert index.find(stranger, A, 1) is None
+
+
+def test_the_last_carrier_takes_the_descendants_with_it() -> None:
+    index = PrefixIndex()
+    root = index.root(Namespace())
+    top = index.add(5, root, A, 1)
+    top.blocks.append(6)
+    child = index.add(9, top, A, 2)
+    child.blocks.append(3)
+    index.add(4, top, B, 3)
+    index.add(0, child, A, 4)
+    sibling = index.add(1, root, B, 5)
+    assert index.remove(5, top) == []
+    assert index.find(root, A, 1) is top
+    assert index.remove(6, top) == [0, 3, 4, 9]
+    assert list(index.nodes()) == [sibling]
+
+
+def test_a_node_has_one_life() -> None:
+    """The same tokens written again are another node: nothing of the old one's is reachable through it."""
+    index = PrefixIndex()
+    root = index.root(Namespace())
+    old = index.add(0, root, A, 1)
+    index.add(1, old, B, 2)
+    assert index.remove(0, old) == [1]
+    root = index.root(Namespace())
+    new = index.add(0, root, A, 1)
+    assert (old.uid, new.uid) == (1, 3)
+    assert index.find(root, A, 1) is new
+    assert index.find(new, B, 2) is None
+    assert index.find(old, B, 2) is None
+
+
+def test_a_namespace_is_forgotten_with_its_last_node() -> None:
+    """Salts come from outside without end; an index that kept every root would grow with them."""
+    index = PrefixIndex()
+    root = index.root(Namespace(salt="x"))
+    assert index.root(Namespace(salt="x")) is not root
+    a, b = index.add(0, root, A, 1), index.add(1, root, B, 2)
+    assert index.root(Namespace(salt="x")) is root
+    index.remove(0, a)
+    assert index.root(Namespace(salt="x")) is root
+    index.remove(1, b)
+    assert index.root(Namespace(salt="x")) is not root
+    assert (root.uid, root.tokens, root.blocks, root.parent, root.children) == (0, b"", [], None, set())
+
+
+def test_depth_is_no_limit() -> None:
+    """A million tokens in blocks of 16 are deeper than Python's stack."""
+    index = PrefixIndex()
+    node = top = index.add(0, index.root(Namespace()), A, 0)
+    for block in range(1, 62_500):
+        node = index.add(block, node, A, block)
+    assert index.remove(0, top) == list(range(1, 62_500))
+    assert list(index.nodes()) == []
+
+
+def test_repr_names_what_a_reader_looks_for() -> None:
+    index = PrefixIndex()
+    parent = index.add(4, index.root(Namespace()), A, 0)
+    node = index.add(7, parent, B, 0)
+    assert repr(node) == "Node(uid=2, parent=1, blocks=[7])"
+    assert repr(Node(0, Namespace(), None, b"", 0)) == "Node(uid=0, parent=None, blocks=[])"

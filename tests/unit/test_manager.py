@@ -1,0 +1,331 @@
+"""The manager: exact refusals that change nothing, orders to the block, and how little work a step is.
+
+What it does over time is the state machine's part (test_manager_machine.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from kvproof.allocator import (
+    Admission,
+    BlockManager,
+    InvalidArgument,
+    Merge,
+    Namespace,
+    Sequence,
+    SequenceStateError,
+    xxh3_chained,
+)
+from kvproof.fuzz.machines.manager import fingerprint
+
+BAD_COUNTS = [-1, -(2**40), 2**31, 10**30, True, 1.0, "1", None]
+
+
+def running(manager: BlockManager, length: int, computed: int = 0, **options: int) -> Sequence:
+    seq = manager.sequence(range(length), **options)
+    assert manager.admit(seq) is Admission.NOW
+    manager.commit(seq, computed)
+    return seq
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, True, 4.0, "4", None])
+def test_block_size_out_of_range(value: int) -> None:
+    expected = f"block_size is {value!r}, must be an integer from 1 to 2147483647"
+    with pytest.raises(InvalidArgument, match=re.escape(expected)):
+        BlockManager(4, value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, True, 4.0])
+def test_num_blocks_out_of_range(value: int) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(f"num_blocks is {value!r}, must be")):
+        BlockManager(value, 4)
+
+
+@pytest.mark.parametrize("value", BAD_COUNTS)
+def test_counts_out_of_range(value: int) -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 7, 3, max_length=12)
+    before = fingerprint(manager)
+    with pytest.raises(InvalidArgument) as error:
+        manager.reserve(seq, value)
+    assert str(error.value) == f"n is {value!r}, must be an integer from 0 to 5"
+    with pytest.raises(InvalidArgument) as error:
+        manager.commit(seq, value)
+    assert str(error.value) == f"n is {value!r}, must be an integer from 0 to 4"
+    assert fingerprint(manager) == before
+
+
+@pytest.mark.parametrize("value", [0, *BAD_COUNTS[:-1]])
+def test_limit_out_of_range(value: int) -> None:
+    manager = BlockManager(8, 2)
+    seq = manager.sequence([1])
+    for ask in (manager.can_admit, manager.admit):
+        with pytest.raises(InvalidArgument) as error:
+            ask(seq, value)
+        assert str(error.value) == f"limit is {value!r}, must be an integer from 1 to 2147483647"
+    assert manager.num_used == 0
+
+
+def test_the_limits_of_reserve_and_commit_are_exact() -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 3, 3, max_length=5)
+    assert manager.reserve(seq, 2) is True
+    with pytest.raises(InvalidArgument, match="n is 1, must be an integer from 0 to 0"):
+        manager.reserve(seq, 1)  # declared
+    with pytest.raises(InvalidArgument, match="n is 1, must be an integer from 0 to 0"):
+        manager.commit(seq, 1)  # reserved, and not known
+    seq.extend([3, 4, 5])
+    with pytest.raises(InvalidArgument, match="n is 3, must be an integer from 0 to 2"):
+        manager.commit(seq, 3)  # known, and not reserved
+    manager.commit(seq, 2)
+    assert seq.num_computed == 5
+
+
+def test_an_undeclared_length_ends_where_int32_does() -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 3)
+    assert manager.reserve(seq, 2**31 - 4) is False
+    with pytest.raises(InvalidArgument, match=f"must be an integer from 0 to {2**31 - 4}"):
+        manager.reserve(seq, 2**31 - 3)
+
+
+def test_a_sequence_that_outgrew_its_declaration() -> None:
+    manager = BlockManager(8, 2)
+    seq = manager.sequence([1, 2], max_length=3)
+    seq.extend([3, 4])
+    for ask in (manager.can_admit, manager.admit):
+        with pytest.raises(InvalidArgument, match=r"^<Sequence of 4 tokens, .*> has outgrown its max_length 3$"):
+            ask(seq)
+    assert manager.num_used == 0
+
+
+OPERATIONS: dict[str, Callable[[BlockManager, Sequence], object]] = {
+    "match": lambda manager, seq: manager.match(seq),
+    "can_admit": lambda manager, seq: manager.can_admit(seq),
+    "admit": lambda manager, seq: manager.admit(seq),
+    "reserve": lambda manager, seq: manager.reserve(seq, 0),
+    "commit": lambda manager, seq: manager.commit(seq, 0),
+    "release": lambda manager, seq: manager.release(seq),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_sequence_of_another_manager(name: str) -> None:
+    manager, other = BlockManager(8, 2), BlockManager(8, 2)
+    running(manager, 3, 2)
+    foreign = running(other, 3, 2)
+    before, before_other = fingerprint(manager), fingerprint(other)
+    with pytest.raises(SequenceStateError, match=r"^<Sequence of 3 tokens, .*> belongs to another manager$"):
+        OPERATIONS[name](manager, foreign)
+    assert (fingerprint(manager), fingerprint(other)) == (before, before_other)
+
+
+@pytest.mark.parametrize("name", ["reserve", "commit", "release"])
+def test_a_sequence_that_is_not_admitted(name: str) -> None:
+    manager = BlockManager(8, 2)
+    running(manager, 3, 2)
+    before = fingerprint(manager)
+    with pytest.raises(SequenceStateError, match=r"^<Sequence of 1 tokens, .*> is not admitted$"):
+        OPERATIONS[name](manager, manager.sequence([1]))
+    assert fingerprint(manager) == before
+
+
+@pytest.mark.parametrize("name", ["can_admit", "admit"])
+def test_a_sequence_that_is_admitted_already(name: str) -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 3, 2)
+    before = fingerprint(manager)
+    with pytest.raises(SequenceStateError, match=r"^<Sequence of 3 tokens, .*> is admitted already$"):
+        OPERATIONS[name](manager, seq)
+    assert fingerprint(manager) == before
+
+
+def test_a_table_that_someone_reads_does_not_stop_its_growth() -> None:
+    """An array whose buffer is exported, to a tensor say, can't be resized; the blocks taken for it would leak."""
+    manager = BlockManager(4, 2)
+    seq = running(manager, 2)
+    with memoryview(seq.block_table) as view:
+        assert manager.reserve(seq, 3) is True
+        assert (view.tolist(), list(seq.block_table)) == ([0], [0, 1, 2])
+        manager.release(seq)
+    manager.check()
+    assert manager.num_used == 0
+
+
+# ---- which block
+
+
+def test_admission_in_order_and_usage() -> None:
+    manager = BlockManager(6, 2)
+    first, second, third = running(manager, 3), running(manager, 1), running(manager, 2)
+    assert (manager.num_blocks, manager.num_used, manager.num_free) == (6, 4, 2)
+    manager.release(second)
+    manager.admit(second)
+    assert list(manager.sequences) == [first, third, second]
+    assert [list(seq.block_table) for seq in manager.sequences] == [[0, 1], [3], [2]]
+
+
+def test_eviction_order_to_the_block() -> None:
+    """Contentless blocks, last released first; then sequences in order of release, each from its tail."""
+    manager = BlockManager(8, 2)
+    old = running(manager, 5, 5)  # blocks 0 1 2, the last one half full
+    new = manager.sequence([7, 7, 8, 8], namespace=Namespace(salt="x"))
+    manager.admit(new)  # 3 4
+    manager.commit(new, 4)
+    rest = manager.sequence([9] * 6)  # 5 6 7, nothing computed
+    manager.admit(rest)
+    for seq in (new, rest, old):
+        manager.release(seq)
+    assert manager.pool.free_lists() == ([2, 5, 6, 7], [4, 3, 1, 0])
+    taker = manager.sequence([6] * 16)
+    manager.admit(taker)
+    assert list(taker.block_table) == [2, 5, 6, 7, 4, 3, 1, 0]
+
+
+def test_a_copy_in_use_is_preferred_to_a_free_one() -> None:
+    """A referenced copy costs no free block, so the last free one decides here about NOW and LATER."""
+    manager = BlockManager(4, 2, merge_duplicates=False)
+    first, second = running(manager, 3), running(manager, 3)
+    for seq in (first, second):
+        manager.commit(seq, 3)
+    manager.release(first)
+    manager.pool.take()  # leaves the free copy alone on the free list
+    third = manager.sequence([0, 1])
+    third.append(2)
+    assert manager.num_free == 1
+    assert manager.admit(third) is Admission.NOW
+    assert third.block_table[0] == second.block_table[0]
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_duplicates_of_one_step(merge: bool) -> None:
+    manager = BlockManager(6, 2, merge_duplicates=merge)
+    first, second = running(manager, 4), running(manager, 4)
+    manager.commit(first, 4)
+    assert manager.commit(second, 1) == []
+    assert manager.commit(second, 3) == ([Merge(0, 2, 0), Merge(1, 3, 1)] if merge else [])
+    assert list(second.block_table) == ([0, 1] if merge else [2, 3])
+    assert manager.num_used == (2 if merge else 4)
+    assert [node.blocks for node in manager.index.nodes()] == ([[0], [1]] if merge else [[0, 2], [1, 3]])
+
+
+def test_a_block_whose_prefix_was_withdrawn_is_not_published() -> None:
+    """By hand: no operation of the manager's withdraws what an admitted sequence reads."""
+    manager = BlockManager(4, 2)
+    seq = running(manager, 4, 2)
+    node = manager.pool.content(seq.block_table[0])
+    assert node is not None
+    manager.index.remove(seq.block_table[0], node)
+    manager.pool.withdraw(seq.block_table[0])
+    assert manager.commit(seq, 2) == []
+    assert list(manager.index.nodes()) == []
+    manager.check()
+
+
+def test_questions_change_nothing() -> None:
+    manager = BlockManager(3, 2)
+    seq = running(manager, 5, 4)
+    manager.release(seq)
+    before = fingerprint(manager)
+    assert manager.match(seq) == 4
+    assert [manager.can_admit(seq, limit) for limit in (None, 1, 99)] == [Admission.NOW] * 3
+    assert manager.can_admit(manager.sequence([0] * 7)) is Admission.NEVER
+    assert fingerprint(manager) == before
+
+
+@pytest.mark.parametrize(("limit", "reserved"), [(1, 5), (2, 6), (3, 7), (4, 7), (None, 7)])
+def test_limit_counts_from_the_hit(limit: int | None, reserved: int) -> None:
+    manager = BlockManager(8, 2)
+    manager.release(running(manager, 4, 4))
+    seq = manager.sequence(range(7))
+    assert manager.admit(seq, limit) is Admission.NOW
+    assert (seq.num_cached, seq.num_reserved, len(seq.block_table)) == (4, reserved, -(-reserved // 2))
+
+
+def test_no_caching_no_hits() -> None:
+    manager = BlockManager(8, 2, prefix_caching=False)
+    first, second = running(manager, 4, 4), running(manager, 4, 4)
+    assert not set(first.block_table) & set(second.block_table)
+    manager.release(first)
+    assert manager.match(first) == 0
+    assert manager.pool.free_lists()[1] == list(manager.index.nodes()) == []
+
+
+# ---- how much work
+
+
+class Counting:
+    """The prefix hash, counting its calls by what they hash."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[bytes, int]] = Counter()
+
+    def __call__(self, tokens: bytes, parent_hash: int) -> int:
+        self.calls[tokens, parent_hash] += 1
+        return xxh3_chained(tokens, parent_hash)
+
+
+def test_each_full_block_is_hashed_once_in_a_sequences_life() -> None:
+    hash_block = Counting()
+    manager = BlockManager(16, 4, hash_block=hash_block)
+    seq = manager.sequence(range(10))
+    for _ in range(3):  # admitted, asked about, preempted and admitted again, each time longer
+        manager.can_admit(seq)
+        manager.match(seq)
+        manager.admit(seq)
+        manager.commit(seq, len(seq) - seq.num_computed)
+        seq.extend(range(6))
+        manager.reserve(seq, 6)
+        manager.commit(seq, 6)
+        manager.release(seq)
+    assert len(seq) == 28
+    assert len(hash_block.calls) == 1 + 28 // 4  # the namespace's root, and the full blocks
+    assert set(hash_block.calls.values()) == {1}
+
+
+def test_nothing_is_hashed_without_prefix_caching() -> None:
+    hash_block = Counting()
+    manager = BlockManager(16, 2, prefix_caching=False, hash_block=hash_block)
+    seq = running(manager, 9, 9)
+    manager.match(manager.sequence(range(9)))
+    manager.release(seq)
+    assert not hash_block.calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_decode_step_within_a_block_neither_hashes_nor_takes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One `take` where a block begins, one hash where it ends, and nothing between."""
+    hash_block, taken = Counting(), list[int]()
+    manager = BlockManager(100, size, hash_block=hash_block)
+    take = manager.pool.take
+    monkeypatch.setattr(manager.pool, "take", lambda n: [taken.append(n), take(n)][1])
+    seq = running(manager, 1, 1)
+    hash_block.calls.clear()
+    taken.clear()
+    for position in range(1, 50):
+        seq.append(7)
+        assert manager.reserve(seq) is True
+        assert taken == ([1] if position % size == 0 else [])
+        manager.commit(seq)
+        ends_block = (position + 1) % size == 0
+        first_block = position + 1 == size  # its hash needs the namespace's root too
+        assert hash_block.calls.total() == ends_block + first_block
+        hash_block.calls.clear()
+        taken.clear()
+
+
+def test_a_salt_of_any_characters() -> None:
+    """Half a surrogate pair can't be encoded as UTF-8; it must not break a commit half-way."""
+    manager = BlockManager(4, 1)
+    seq = manager.sequence([1], namespace=Namespace(salt="\ud800"))
+    assert manager.admit(seq) is Admission.NOW
+    manager.commit(seq)
+    assert manager.match(manager.sequence([1, 2], namespace=Namespace(salt="\ud800"))) == 1
