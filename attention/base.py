@@ -1,0 +1,175 @@
+"""What an attention backend is: declared capabilities, one plan per step, one call per layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvproof.allocator.errors import InvalidArgument
+from kvproof.attention.errors import NotPlanned, UnsupportedSpec
+from kvproof.attention.plan import BatchPlan
+from kvproof.attention.spec import CacheSpec, DType, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend supports. None is anything that a `CacheSpec` may hold.
+
+    `devices` are torch device types. `features` are optional abilities; a spec can ask for:
+    "custom_scale", a softmax scale other than 1/sqrt(head_size).
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[DType] | None = None
+    head_sizes: frozenset[int] | None = None
+    group_sizes: frozenset[int] | None = None
+    block_sizes: frozenset[int] | None = None
+    layouts: frozenset[Layout] | None = None
+    features: frozenset[str] = frozenset()
+
+    def check(self, spec: CacheSpec, backend: str = "chosen") -> None:
+        """Raise `UnsupportedSpec`, naming the first feature that `spec` asks for and `backend` lacks."""
+        demands: tuple[tuple[str, object, frozenset[str] | frozenset[int] | None], ...] = (
+            ("device", torch.device(spec.device).type, self.devices),
+            ("dtype", spec.dtype, self.dtypes),
+            ("head_size", spec.head_size, self.head_sizes),
+            ("group_size", spec.group_size, self.group_sizes),
+            ("block_size", spec.block_size, self.block_sizes),
+            ("layout", spec.layout, self.layouts),
+        )
+        for feature, value, supported in demands:
+            if supported is not None and value not in supported:
+                raise UnsupportedSpec(backend, feature, value, ", ".join(map(str, sorted(supported))))
+        if spec.scale is not None and "custom_scale" not in self.features:
+            raise UnsupportedSpec(backend, "scale", spec.scale, "only the default, 1/sqrt(head_size)")
+
+
+class AttentionBackend(ABC):
+    """A KV cache and the attention over it.
+
+    A backend of your own sets `name` and implements `capabilities` and `_attend`; `_plan` is the place for
+    work that all layers of a step share, and the rest has defaults. It registers under the entry-point group
+    `kvproof.attention_backends`.
+
+        class MyAttention(AttentionBackend):
+            name = "mine"
+
+            @classmethod
+            def capabilities(cls) -> Capabilities:
+                return Capabilities(devices=frozenset({"cpu"}))
+
+            def _attend(self, layer: int, q: Tensor) -> Tensor:
+                keys, values = self.kv(layer)
+                ...  # follow self.batch
+    """
+
+    name: ClassVar[str]
+    priority: ClassVar[int] = 0
+    """`auto` takes the available backend of the highest priority; a negative one is only used when named."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        """Raises `BackendUnavailable` on a machine it can't run on, `UnsupportedSpec` on a cache it lacks."""
+        self.probe()
+        self.capabilities().check(spec, self.name)
+        self.spec = spec
+        self.cache = self.create_cache(spec)
+        self._batch: BatchPlan | None = None
+        self._slots: tuple[Tensor, Tensor]
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls) -> Capabilities: ...
+
+    @classmethod  # noqa: B027
+    def probe(cls) -> None:
+        """Raise `BackendUnavailable` if the backend can't run on this machine. Loads nothing heavy."""
+
+    def create_cache(self, spec: CacheSpec) -> Tensor:
+        """A zeroed cache of `spec.cache_shape`. Zeroed, because a kernel may multiply unused slots by 0."""
+        return torch.zeros(spec.cache_shape, dtype=spec.torch_dtype, device=spec.device)
+
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of `layer`, [num_blocks, block_size, num_kv_heads, head_size] in either layout.
+
+        They are views of the cache: writing to them writes to it.
+        """
+        cache = self.cache[layer]
+        if self.spec.layout == "HND":
+            cache = cache.transpose(2, 3)
+        return cache[:, 0], cache[:, 1]
+
+    @property
+    def batch(self) -> BatchPlan:
+        """The planned step. Raises `NotPlanned` before the first one."""
+        if self._batch is None:
+            raise NotPlanned(f"the {self.name} backend has no plan; call plan() before run()")
+        return self._batch
+
+    def plan(self, batch: BatchPlan) -> None:
+        """Prepare the step that every following `run` belongs to. Raises `InvalidBatch`; the old plan stands."""
+        batch.validate(self.spec)
+        self._plan(batch)
+        slots = batch.slot_mapping.to(self.spec.device, torch.int64)
+        self._slots = slots // self.spec.block_size, slots % self.spec.block_size
+        self._batch = batch
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the step's keys and values into `layer`, then attend causally to each row's own tokens.
+
+        q [T, num_heads, head_size], k and v [T, num_kv_heads, head_size], of the cache's dtype and device,
+        rotary embedding applied; returns [T, num_heads, head_size]. Raises `InvalidArgument` on anything
+        else, and `NotPlanned` before the first `plan`; the cache is then unchanged.
+        """
+        spec, tokens = self.spec, self.batch.num_tokens
+        if not 0 <= layer < spec.num_layers:
+            raise InvalidArgument(f"layer is {layer}; it must be 0 to {spec.num_layers - 1}")
+        self._check("q", q, (tokens, spec.num_heads, spec.head_size))
+        self._check("k", k, (tokens, spec.num_kv_heads, spec.head_size))
+        self._check("v", v, (tokens, spec.num_kv_heads, spec.head_size))
+        with torch.no_grad():
+            self._write(layer, k, v)
+            return self._attend(layer, q)
+
+    def copy_blocks(self, orders: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks in all layers, each order being (source, destination).
+
+        Every source is read before any destination is written. Raises `InvalidArgument` on a block that does
+        not exist and on a destination named twice; nothing is then copied.
+        """
+        if not orders:
+            return
+        for block in (block for order in orders for block in order):
+            if not 0 <= block < self.spec.num_blocks:
+                raise InvalidArgument(
+                    f"copy order names block {block}; the cache has blocks 0 to {self.spec.num_blocks - 1}"
+                )
+        sources, destinations = zip(*orders, strict=True)
+        if len(set(destinations)) < len(destinations):
+            raise InvalidArgument(f"copy orders write a block twice: destinations {list(destinations)}")
+        index = torch.tensor((sources, destinations), device=self.cache.device)
+        self.cache.index_copy_(1, index[1], self.cache.index_select(1, index[0]))
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, int, int]) -> None:
+        if tensor.shape != shape:
+            raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; this step needs {list(shape)}")
+        if tensor.dtype is not self.cache.dtype:
+            raise InvalidArgument(f"{name} is {tensor.dtype}; the cache is {self.cache.dtype}")
+        if tensor.device != self.cache.device:
+            raise InvalidArgument(f"{name} is on {tensor.device}; the cache is on {self.cache.device}")
+
+    def _plan(self, batch: BatchPlan) -> None:  # noqa: B027
+        """Prepare a validated batch; it becomes `self.batch` on return. Raise before changing anything."""
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self.kv(layer)
+        keys.index_put_(self._slots, k)
+        values.index_put_(self._slots, v)
+
+    @abstractmethod
+    def _attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of q [T, num_heads, head_size] over the cache that `self.batch` describes; same shape."""

@@ -1,0 +1,186 @@
+"""Paged attention in plain PyTorch: the default on the CPU, and it runs wherever PyTorch does.
+
+PyTorch has no kernel that reads a paged cache, so each call gathers the keys and values it needs into
+contiguous memory and hands them to `scaled_dot_product_attention`. What makes that quick and safe is the
+gather's index, made once per step for all layers: for every row and position it names the memory of that
+token, and past the end of a sequence that of the sequence's last token. Unused slots are therefore never
+read, whatever they hold, and padding costs no cache misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvproof.attention.base import AttentionBackend, Capabilities
+from kvproof.attention.plan import BatchPlan
+from kvproof.attention.spec import CacheSpec
+
+Ints = NDArray[np.int64]
+
+PADDING = 128
+"""Most query-key pairs that one call computes in vain: about what another call costs on a CPU."""
+
+GATHER_BYTES = 2**20
+"""Most that a call of several rows gathers, so that it is still in a core's cache when attention reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Attention of n rows with m query tokens each over keys padded to L tokens: one kernel call per layer.
+
+    All but the first two tensors are views of the backend's buffers.
+    """
+
+    vectors: Tensor  # int64 [n * 2 * heads * L], what to gather: for each row its keys, then its values
+    bias: Tensor | None  # [n, 1, m, L], 0 or -inf; None where there is nothing to mask or is_causal masks it
+    is_causal: bool
+    enable_gqa: bool
+    gathered: Tensor  # the keys and values, as vectors
+    keys: Tensor  # [n, num_kv_heads, L, head_size]
+    values: Tensor  # [n, num_kv_heads, L, head_size]
+    queries: Tensor  # [n, num_heads, m, head_size]; see `_arrange`
+    attended: Tensor  # as queries
+
+
+class TorchAttention(AttentionBackend):
+    """Batches rows of equal query length and similar sequence length, so that padding is bounded.
+
+    Memory beyond the cache: one call's gather (1 MiB, or one sequence if that is longer), and for prefill
+    with context before it a mask of query_len x seq_len elements.
+    """
+
+    name = "torch"
+    priority = 10
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(
+            devices=frozenset({"cpu", "cuda"}),
+            dtypes=frozenset({"float32", "bfloat16", "float16"}),
+            features=frozenset({"custom_scale"}),
+        )
+
+    def __init__(self, spec: CacheSpec) -> None:
+        super().__init__(spec)
+        # The cache as vectors, each the longest run of memory that belongs to one token: all of its heads
+        # in NHD, one of them in HND.
+        self._heads = 1 if spec.layout == "NHD" else spec.num_kv_heads
+        self._vectors = self.cache.view(spec.num_layers, -1, spec.num_kv_heads // self._heads * spec.head_size).unbind()
+        self._gathered = self.cache.new_empty(0)
+
+    def _plan(self, batch: BatchPlan) -> None:
+        spec = self.spec
+        start, seq_lens = batch.qo_indptr.numpy().astype(np.int64), batch.seq_lens.numpy().astype(np.int64)
+        query_lens = np.diff(start)
+        token_elements = 2 * spec.num_kv_heads * spec.head_size
+        most_keys = GATHER_BYTES // (token_elements * self.cache.element_size())
+        groups = [np.array(rows) for rows in _similar_rows(query_lens.tolist(), seq_lens.tolist(), most_keys)]
+        largest = token_elements * max((len(rows) * int(seq_lens[rows[0]]) for rows in groups), default=0)
+        if largest > self._gathered.numel():
+            self._gathered = self.cache.new_empty(largest)
+
+        # First vector of every slot of every row's blocks; within a block they go [key or value, head, slot].
+        blocks = batch.kv_indices.numpy().astype(np.int64)[:, None]
+        slots = (blocks * (2 * self._heads * spec.block_size) + np.arange(spec.block_size)).reshape(-1)
+        first = batch.kv_indptr.numpy().astype(np.int64) * spec.block_size
+        queries = self.cache.new_empty(batch.num_tokens, spec.num_heads, spec.head_size)
+        attended = torch.empty_like(queries)
+        order, calls = [np.empty(0, dtype=np.int64)], []
+        done = 0
+        for rows in groups:
+            lens, m = seq_lens[rows, None], int(query_lens[rows[0]])
+            here = slice(done, done + len(rows) * m)
+            mine = slots[first[rows, None] + np.minimum(np.arange(lens[0, 0]), lens - 1)]
+            calls.append(self._call(mine, lens, queries[here], attended[here]))
+            order.append((start[rows, None] + np.arange(m)).reshape(-1))
+            done = here.stop
+        tokens = np.concatenate(order)
+        self._order, self._restore = self._index(tokens), self._index(np.argsort(tokens))
+        self._queries, self._attended, self._calls = queries, attended, calls
+
+    def _call(self, slots: Ints, seq_lens: Ints, queries: Tensor, attended: Tensor) -> _Call:
+        spec, (n, longest) = self.spec, slots.shape
+        m = len(queries) // n
+        planes = np.arange(2 * self._heads).reshape(2, self._heads, 1) * spec.block_size
+        vectors = self._index(slots[:, None, None] + planes)
+        gathered = self._gathered[: 2 * n * longest * spec.num_kv_heads * spec.head_size]
+        kv = gathered.view(n, 2, self._heads, longest, -1, spec.head_size)
+        keys, values = kv.transpose(3, 4).flatten(2, 3).unbind(1)
+        is_causal = m == longest > 1
+        return _Call(
+            vectors=vectors,
+            bias=None if is_causal else self._bias(seq_lens, m),
+            is_causal=is_causal,
+            enable_gqa=m > 1,
+            gathered=gathered.view(len(vectors), -1),
+            keys=keys,
+            values=values,
+            queries=self._arrange(queries, n, m),
+            attended=self._arrange(attended, n, m),
+        )
+
+    def _bias(self, seq_lens: Ints, m: int) -> Tensor | None:
+        visible = np.arange(seq_lens[0, 0]) <= (seq_lens - m + np.arange(m))[:, None, :, None]
+        if visible.all():
+            return None
+        bias = torch.zeros(visible.shape, dtype=self.cache.dtype)
+        return bias.masked_fill_(torch.from_numpy(~visible), float("-inf")).to(self.cache.device)
+
+    def _arrange(self, tokens: Tensor, n: int, m: int) -> Tensor:
+        """View of tokens [n * m, num_heads, head_size] in the kernel's order, [n, num_heads, m, head_size].
+
+        In a decode (m = 1), query heads that share a key head see the same keys, so they stand in for the
+        query axis, [n, num_kv_heads, group_size, head_size]: one matrix product for each key head, where
+        enable_gqa does one for each query head.
+        """
+        if m == 1:
+            return tokens.view(n, self.spec.num_kv_heads, self.spec.group_size, -1)
+        return tokens.view(n, m, self.spec.num_heads, -1).transpose(1, 2)
+
+    def _index(self, index: Ints) -> Tensor:
+        return torch.from_numpy(index.reshape(-1)).to(self.cache.device)
+
+    def _attend(self, layer: int, q: Tensor) -> Tensor:
+        scale = self.spec.softmax_scale
+        torch.index_select(q, 0, self._order, out=self._queries)
+        for call in self._calls:
+            torch.index_select(self._vectors[layer], 0, call.vectors, out=call.gathered)
+            attended = scaled_dot_product_attention(
+                call.queries,
+                call.keys,
+                call.values,
+                attn_mask=call.bias,
+                is_causal=call.is_causal,
+                scale=scale,
+                enable_gqa=call.enable_gqa,
+            )
+            call.attended.copy_(attended)
+        return self._attended.index_select(0, self._restore)
+
+
+def _similar_rows(query_lens: list[int], seq_lens: list[int], most_keys: int) -> Iterator[list[int]]:
+    """Groups of non-empty rows of equal query length, the longest sequence first in each.
+
+    A group of several rows has at most `PADDING` query-key pairs and `most_keys` keys, padding included.
+    """
+    order = sorted(range(len(seq_lens)), key=lambda row: (query_lens[row], -seq_lens[row]))
+    group: list[int] = []
+    padding = 0
+    for row in order[query_lens.count(0) :]:
+        if group:
+            first = group[0]
+            padding += (seq_lens[first] - seq_lens[row]) * query_lens[row]
+            keys = (len(group) + 1) * seq_lens[first]
+            if query_lens[row] != query_lens[first] or padding > PADDING or keys > most_keys:
+                yield group
+                group, padding = [], 0
+        group.append(row)
+    if group:
+        yield group

@@ -1,0 +1,350 @@
+"""The backends against each other, and against dense attention that knows nothing of blocks."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvproof.allocator.errors import InvalidArgument
+from kvproof.attention import (
+    AttentionBackend,
+    BackendUnavailable,
+    BatchPlan,
+    CacheSpec,
+    Capabilities,
+    InvalidBatch,
+    NotPlanned,
+    UnsupportedSpec,
+)
+from kvproof.attention.reference import ReferenceAttention
+from kvproof.attention.torch_paged import PADDING, TorchAttention, _similar_rows
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
+NUM_BLOCKS = 400
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, and lose much where other processes hold the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_spec(**changes: Any) -> CacheSpec:
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "dtype": "float32",
+        "num_blocks": 12,
+        "block_size": 4,
+    }
+    return CacheSpec(**(fields | changes))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> CacheSpec:
+    num_kv_heads = draw(st.integers(1, 3))
+    return make_spec(
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5])),
+        num_kv_heads=num_kv_heads,
+        head_size=draw(st.sampled_from([4, 8, 12])),
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"])),
+        num_blocks=NUM_BLOCKS,
+        block_size=draw(st.sampled_from([*range(1, 18), 64])),
+        layout=draw(st.sampled_from(["NHD", "HND"])),
+        scale=draw(st.sampled_from([None, None, 0.7])),
+    )
+
+
+def random_tokens(spec: CacheSpec, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(count, spec.num_heads, spec.head_size)
+    k, v = torch.randn(2, count, spec.num_kv_heads, spec.head_size)
+    return q.to(spec.torch_dtype), k.to(spec.torch_dtype), v.to(spec.torch_dtype)
+
+
+def dense(spec: CacheSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention of one whole sequence, in float64."""
+    length = len(q)
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0) for x in (k, v))
+    scale = spec.scale if spec.scale is not None else 1 / math.sqrt(spec.head_size)
+    hidden = torch.ones(length, length).triu(1).bool()
+    weights = ((q @ k.transpose(1, 2)) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(0, 1)
+
+
+def assert_close(spec: CacheSpec, got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=TOLERANCE[spec.dtype])
+
+
+@dataclass
+class Sequence:
+    """A sequence's queries, keys and values in full, and how many of its tokens have been computed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: array[int]
+    shared: int = 0
+    done: int = 0
+
+    def share_prefix(self, parent: Sequence, block_size: int) -> None:
+        """Use the parent's full blocks for as much as both have, all but one token at most."""
+        blocks = min(len(parent.q), len(self.q) - 1) // block_size
+        self.shared = self.done = tokens = blocks * block_size
+        self.k[:tokens], self.v[:tokens] = parent.k[:tokens], parent.v[:tokens]
+        self.table[:blocks] = parent.table[:blocks]
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs(), st.integers(1, 5), st.integers(0, 2**31))
+def test_sequences_computed_in_steps_match_dense_attention(spec: CacheSpec, num_sequences: int, seed: int) -> None:
+    """Chunks, decodes and mixtures of them, on scattered blocks of a cache full of NaN, some sharing a prefix."""
+    torch.manual_seed(seed)
+    choose = random.Random(seed)
+    blocks = iter(choose.sample(range(NUM_BLOCKS), NUM_BLOCKS))
+    longest = 70 if spec.block_size == 64 else 3 * spec.block_size + 2
+    sequences: list[Sequence] = []
+    for _ in range(num_sequences):
+        length = choose.randint(1, longest)
+        reserved = -(-length // spec.block_size) + choose.randint(0, 1)
+        sequences.append(Sequence(*random_tokens(spec, length), array("i", [next(blocks) for _ in range(reserved)])))
+    for sequence in sequences[1:]:
+        if choose.random() < 0.5:
+            sequence.share_prefix(sequences[0], spec.block_size)
+    expected = [dense(spec, s.q, s.k, s.v) for s in sequences]
+    backends: list[AttentionBackend] = [ReferenceAttention(spec)]
+    if spec.dtype != "float64":
+        backends.append(TorchAttention(spec))
+    for backend in backends:
+        backend.cache.fill_(float("nan"))
+
+    while any(s.done < len(s.q) for s in sequences):
+        step: list[tuple[int, int]] = []
+        for index, s in enumerate(sequences):
+            left = len(s.q) - s.done
+            if left and sequences[0].done >= s.shared:
+                step.append((index, choose.choice([1, min(3, left), left])))
+        step.sort(key=lambda row: row[1] != 1)
+        rows = [(sequences[index], n) for index, n in step]
+        plan = BatchPlan.build(
+            [*(s.table for s, _ in rows), array("i")],
+            [*(s.done + n for s, n in rows), 0],
+            [*(n for _, n in rows), 0],
+            spec.block_size,
+        )
+        q, k, v = (torch.cat([getattr(s, name)[s.done : s.done + n] for s, n in rows]) for name in "qkv")
+        right = torch.cat([expected[index][sequences[index].done :][:n] for index, n in step])
+        for backend in backends:
+            backend.plan(plan)
+            assert_close(spec, backend.run(0, q, k, v), right)
+            assert_close(spec, backend.run(1, q, k, -v), -right)
+        for s, n in rows:
+            s.done += n
+    for backend in backends[1:]:
+        torch.testing.assert_close(backend.cache, backends[0].cache, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("backend_class", [ReferenceAttention, TorchAttention])
+def test_memory_outside_the_sequences_is_never_read(backend_class: type[AttentionBackend], poison: float) -> None:
+    """Rows of different lengths, whose padding and whose last blocks' free slots are poisoned after every write."""
+    spec = make_spec(num_blocks=40)
+    backend = backend_class(spec)
+    seq_lens = [1, 5, 16, 30, 7]
+    blocks = iter(torch.randperm(40).tolist())
+    tables = [array("i", [next(blocks) for _ in range(-(-length // 4))]) for length in seq_lens]
+    whole = [random_tokens(spec, length) for length in seq_lens]
+    keys, values = backend.kv(0)
+    for kv in (keys, values):
+        kv.fill_(poison)
+    for (_, k, v), table in zip(whole, tables, strict=True):
+        for position in range(len(k) - 1):
+            keys[table[position // 4], position % 4] = k[position]
+            values[table[position // 4], position % 4] = v[position]
+    backend.plan(BatchPlan.build(tables, seq_lens, [1] * 5, 4))
+    got = backend.run(0, *(torch.stack([x[-1] for x in tensors]) for tensors in zip(*whole, strict=True)))
+    assert_close(spec, got, torch.stack([dense(spec, *sequence)[-1] for sequence in whole]))
+
+
+def test_one_long_sequence_does_not_pad_the_short_ones() -> None:
+    spec = make_spec(num_blocks=1000, block_size=16)
+    backend = TorchAttention(spec)
+    seq_lens = [20] * 16 + [8000] + [40] * 15
+    blocks = iter(range(1000))
+    tables = [array("i", [next(blocks) for _ in range(-(-length // 16))]) for length in seq_lens]
+    backend.plan(BatchPlan.build(tables, seq_lens, [1] * 32, 16))
+    token_elements = 2 * spec.num_kv_heads * spec.head_size
+    gathered = [call.gathered.numel() // token_elements for call in backend._calls]
+    assert sum(gathered) <= sum(seq_lens) + PADDING * len(gathered)
+    assert backend._gathered.numel() == 8000 * token_elements
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 300)), max_size=40), st.integers(1, 1000))
+def test_similar_rows_are_grouped_within_bounds(rows: list[tuple[int, int]], most_keys: int) -> None:
+    query_lens = [query for query, _ in rows]
+    seq_lens = [query + context if query else 0 for query, context in rows]
+    groups = list(_similar_rows(query_lens, seq_lens, most_keys))
+    assert sorted(row for group in groups for row in group) == [row for row, query in enumerate(query_lens) if query]
+    for group in groups:
+        longest = seq_lens[group[0]]
+        assert longest == max(seq_lens[row] for row in group)
+        assert len({query_lens[row] for row in group}) == 1
+        assert sum(longest - seq_lens[row] for row in group) * query_lens[group[0]] <= PADDING
+        assert len(group) == 1 or len(group) * longest <= most_keys
+
+
+class Plain(AttentionBackend):
+    """The least that a backend outside this package has to write."""
+
+    name = "plain"
+    available: ClassVar[bool] = True
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(devices=frozenset({"cpu"}), block_sizes=frozenset({4}))
+
+    @classmethod
+    def probe(cls) -> None:
+        if not cls.available:
+            raise BackendUnavailable(cls.name, "it is switched off", "switch it on")
+
+    def _attend(self, layer: int, q: Tensor) -> Tensor:
+        keys, values = self.kv(layer)
+        table = self.batch.kv_indices.long()
+        length = int(self.batch.seq_lens[0])
+        k, v = (x[table].flatten(0, 1)[:length] for x in (keys, values))
+        return dense(self.spec, torch.cat([torch.zeros(length - len(q), *q.shape[1:]), q]), k, v)[-len(q) :].to(q.dtype)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_backend_of_ones_own_needs_only_attend(layout: str) -> None:
+    spec = make_spec(layout=layout)
+    plain, reference = Plain(spec), ReferenceAttention(spec)
+    for seq_len, query_len in ((6, 6), (7, 1), (11, 4)):
+        q, k, v = random_tokens(spec, query_len)
+        for backend in (plain, reference):
+            backend.plan(BatchPlan.build([array("i", [7, 2, 9])], [seq_len], [query_len], 4))
+        assert_close(spec, plain.run(1, q, k, v), reference.run(1, q, k, v))
+    assert torch.equal(plain.cache, reference.cache)
+
+
+def test_a_backend_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedSpec, match=r"^the plain backend does not support block_size 8; it supports 4$"):
+        Plain(make_spec(block_size=8))
+    monkeypatch.setattr(Plain, "available", False)
+    with pytest.raises(
+        BackendUnavailable, match=r"^the plain backend is not available: it is switched off; switch it on$"
+    ):
+        Plain(make_spec())
+
+
+def test_torch_takes_no_float64() -> None:
+    with pytest.raises(
+        UnsupportedSpec, match=r"^the torch backend does not support dtype float64; it supports bfloat16"
+    ):
+        TorchAttention(make_spec(dtype="float64"))
+
+
+PLANNED = [(array("i", [1, 2]), 6, 1), (array("i", [3]), 3, 3)]
+
+
+def planned(cls: type[AttentionBackend]) -> AttentionBackend:
+    backend = cls(make_spec())
+    tables, seq_lens, query_lens = zip(*PLANNED, strict=True)
+    backend.plan(BatchPlan.build(tables, seq_lens, query_lens, 4))
+    return backend
+
+
+@pytest.mark.parametrize("cls", [ReferenceAttention, TorchAttention])
+@pytest.mark.parametrize(
+    ("layer", "change", "message"),
+    [
+        (2, {}, "layer is 2; it must be 0 to 1"),
+        (-1, {}, "layer is -1; it must be 0 to 1"),
+        (0, {"q": torch.ones(3, 4, 8)}, r"q has shape \[3, 4, 8\]; this step needs \[4, 4, 8\]"),
+        (0, {"k": torch.ones(4, 4, 8)}, r"k has shape \[4, 4, 8\]; this step needs \[4, 2, 8\]"),
+        (0, {"v": torch.ones(4, 2, 4)}, r"v has shape \[4, 2, 4\]; this step needs \[4, 2, 8\]"),
+        (0, {"q": torch.ones(4, 4, 8).bfloat16()}, r"q is torch.bfloat16; the cache is torch.float32"),
+        (0, {"v": torch.ones(4, 2, 8).half()}, r"v is torch.float16; the cache is torch.float32"),
+        (0, {"k": torch.ones(4, 2, 8, device="meta")}, r"k is on meta; the cache is on cpu"),
+    ],
+)
+def test_run_refuses_what_the_step_does_not_fit(
+    cls: type[AttentionBackend], layer: int, change: dict[str, Tensor], message: str
+) -> None:
+    backend = planned(cls)
+    tensors = {"q": torch.ones(4, 4, 8), "k": torch.ones(4, 2, 8), "v": torch.ones(4, 2, 8)} | change
+    with pytest.raises(InvalidArgument, match=f"^{message}$"):
+        backend.run(layer, **tensors)
+    assert not backend.cache.any()
+
+
+@pytest.mark.parametrize("cls", [ReferenceAttention, TorchAttention])
+def test_a_refused_plan_leaves_the_old_one(cls: type[AttentionBackend]) -> None:
+    backend = planned(cls)
+    q, k, v = random_tokens(backend.spec, 4)
+    before = backend.run(0, q, k, v)
+    with pytest.raises(InvalidBatch, match=r"^block-range: row 0 names block 12"):
+        backend.plan(BatchPlan.build([array("i", [12])], [2], [2], 4))
+    assert torch.equal(backend.run(0, q, k, v), before)
+
+
+@pytest.mark.parametrize("cls", [ReferenceAttention, TorchAttention])
+def test_run_needs_a_plan(cls: type[AttentionBackend]) -> None:
+    backend = cls(make_spec())
+    with pytest.raises(NotPlanned, match="call plan"):
+        backend.run(0, *random_tokens(backend.spec, 1))
+
+
+@pytest.mark.parametrize("cls", [ReferenceAttention, TorchAttention])
+def test_a_batch_of_empty_rows_computes_nothing(cls: type[AttentionBackend]) -> None:
+    backend = cls(make_spec())
+    backend.plan(BatchPlan.build([array("i")] * 2, [0, 0], [0, 0], 4))
+    assert backend.run(0, *random_tokens(backend.spec, 0)).shape == (0, 4, 8)
+    assert not backend.cache.any()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_copy_blocks_copies_all_layers_and_reads_before_it_writes(layout: str) -> None:
+    backend = TorchAttention(make_spec(layout=layout))
+    backend.cache.normal_()
+    before = backend.cache.clone()
+    backend.copy_blocks([])
+    assert torch.equal(backend.cache, before)
+    backend.copy_blocks([(1, 2), (2, 5), (7, 7)])
+    after = before.clone()
+    after[:, 2], after[:, 5] = before[:, 1], before[:, 2]
+    assert torch.equal(backend.cache, after)
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ([(0, 1), (2, 12)], "copy order names block 12; the cache has blocks 0 to 11"),
+        ([(0, 1), (-1, 3)], "copy order names block -1; the cache has blocks 0 to 11"),
+        ([(0, 1), (2, 1)], r"copy orders write a block twice: destinations \[1, 1\]"),
+    ],
+)
+def test_copy_blocks_refuses_before_it_copies(orders: list[tuple[int, int]], message: str) -> None:
+    backend = TorchAttention(make_spec())
+    backend.cache.normal_()
+    before = backend.cache.clone()
+    with pytest.raises(InvalidArgument, match=f"^{message}$"):
+        backend.copy_blocks(orders)
+    assert torch.equal(backend.cache, before)
