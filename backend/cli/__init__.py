@@ -1,0 +1,48 @@
+"""The `kvproof` command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvproof.allocator import KvproofError
+from kvproof.cli import backends, generate, replay
+
+USAGE_ERROR = 2
+EXTRAS = {"torch": "torch", "numpy": "torch", "gguf": "models", "tokenizers": "models", "safetensors": "models",
+          "jinja2": "models", "rich": "models"}  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a usage error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
+    parser = Parser(prog="kvproof", description="A paged KV-cache engine backend with a verified block allocator.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (generate, backends, replay):
+        command.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        code: int = args.run(args)
+        return code
+    except KvproofError as error:
+        print(f"kvproof {args.command}: error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        print(
+            f"kvproof {args.command}: error: this needs {error.name}: pip install 'kvproof[{EXTRAS[error.name]}]'",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print(f"kvproof {args.command}: interrupted", file=sys.stderr)
+        return 130

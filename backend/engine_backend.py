@@ -1,0 +1,73 @@
+"""What model runners plug into: one allocator and one attention backend on one KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvproof.allocator import BlockManager, Sequence
+from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec
+from kvproof.backend.runner import Step
+from kvproof.backend.selection import AUTO, select
+
+
+class Chunk(NamedTuple):
+    """A step's work on one sequence: compute its next `n` tokens. A decode is a chunk of one."""
+
+    seq: Sequence
+    n: int
+
+
+class EngineBackend:
+    """Turns chunks of sequences into steps for a `ModelRunner`, and computed steps into a findable prefix cache.
+
+    An engine of any kind runs on it like this, with `manager` doing the admission and release around it:
+
+        step = backend.begin(chunks)       # slots must be reserved
+        logits = runner.forward(step)
+        backend.end(chunks)                # the KV is written: publish what is full
+    """
+
+    def __init__(
+        self, spec: CacheSpec, *, attention: str | AttentionBackend = AUTO, prefix_caching: bool = True
+    ) -> None:
+        self.spec = spec
+        self.attention = select(attention, spec)(spec) if isinstance(attention, str) else attention
+        self.manager = BlockManager(spec.num_blocks, spec.block_size, prefix_caching=prefix_caching)
+
+    def begin(self, chunks: Seq[Chunk]) -> Step:
+        """Plan attention for the next tokens of each chunk's sequence; decodes must come first.
+
+        The step's `logits_rows` are the last tokens of the chunks that reach the end of what is known, in order.
+        """
+        plan = BatchPlan.build(
+            [chunk.seq.block_table for chunk in chunks],
+            [chunk.seq.num_computed + chunk.n for chunk in chunks],
+            [chunk.n for chunk in chunks],
+            self.spec.block_size,
+        )
+        self.attention.plan(plan)
+        tokens = np.concatenate(
+            [np.asarray(seq.tokens(seq.num_computed, seq.num_computed + n), dtype=np.int64) for seq, n in chunks]
+        )
+        rows = [int(end) - 1 for end, chunk in zip(plan.qo_indptr[1:], chunks, strict=True) if reaches_end(chunk)]
+        device = self.spec.device
+        return Step(
+            token_ids=torch.from_numpy(tokens).to(device),
+            positions=plan.positions.to(device, torch.int64),
+            logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            attention=self.attention.run,
+        )
+
+    def end(self, chunks: Seq[Chunk]) -> None:
+        """Commit what `begin` planned, once the runner has returned."""
+        for seq, n in chunks:
+            self.manager.commit(seq, n)
+
+
+def reaches_end(chunk: Chunk) -> bool:
+    """Whether the chunk computes its sequence's last known token, so that the next one can be sampled."""
+    return chunk.seq.num_computed + chunk.n == len(chunk.seq)

@@ -1,0 +1,134 @@
+"""Text in, text out: a checkpoint, its tokenizer and an engine in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvproof.attention import DType
+from kvproof.backend.engine import Engine
+from kvproof.backend.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from kvproof.backend.registry import BrokenPlugin, Group, plugins
+from kvproof.backend.request import FinishReason, Request, RequestRefused
+from kvproof.backend.runner import ModelRunner
+from kvproof.backend.sampling import SamplingParams
+from kvproof.backend.selection import AUTO
+
+DEFAULT_CACHE_BYTES = 1 << 30
+
+Progress = Callable[[int, int], None]
+"""Called with how much is done and how much there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt. `error` says why when it was refused."""
+
+    prompt: str
+    text: str
+    token_ids: list[int]
+    cached_tokens: int
+    finish_reason: FinishReason
+    error: str | None = None
+
+
+def load_runner(checkpoint: Checkpoint, dtype: DType, progress: Progress | None = None) -> ModelRunner:
+    """The checkpoint on the first registered model runner that knows its architecture."""
+    architecture = checkpoint.config.architecture
+    tried = []
+    for plugin in plugins(Group.RUNNER).values():
+        try:
+            runner: Any = plugin.load()
+        except BrokenPlugin as error:
+            tried.append(str(error))
+            continue
+        if architecture in runner.architectures:
+            loaded: ModelRunner = runner.load(checkpoint, dtype=dtype, progress=progress)
+            return loaded
+        tried.append(f"{plugin.name} runs {', '.join(sorted(runner.architectures))}")
+    raise CheckpointError(
+        f"no model runner for the architecture {architecture!r}: {'; '.join(tried) or 'none installed'}"
+    )
+
+
+class LLM:
+    """A model ready to generate.
+
+    `model` is a GGUF file, a Hugging Face folder or a known name such as "smollm2". `num_blocks` left out gives the
+    KV cache 1 GiB, or less when `max_num_seqs` sequences of the longest kind need less. The other options are those of
+    `Engine`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: DType = "float32",
+        backend: str = AUTO,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        prefix_caching: bool = True,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        checkpoint = open_checkpoint(model)
+        self.tokenizer = checkpoint.tokenizer()
+        runner = load_runner(checkpoint, dtype, progress)
+        if num_blocks is None:
+            block_bytes = runner.spec.cache_spec(num_blocks=1, block_size=block_size).block_bytes
+            longest = -(-runner.spec.max_length // block_size)
+            num_blocks = max(1, min(DEFAULT_CACHE_BYTES // block_bytes, max_num_seqs * longest))
+        self.engine = Engine(
+            runner,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            attention=backend,
+            prefix_caching=prefix_caching,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            seed=seed,
+            detokenize=self.tokenizer.decode,
+        )
+
+    def generate(
+        self,
+        prompts: Iterable[str],
+        params: SamplingParams | None = None,
+        *,
+        on_token: Callable[[Request], None] | None = None,
+    ) -> list[Completion]:
+        """Complete all prompts in one batch, in their order. One that can't run is refused and stops no other.
+
+        `on_token` is called with a request each time it has one token more. If it raises, all requests are aborted.
+        """
+        params = params or SamplingParams()
+        requests: list[tuple[str, Request | RequestRefused]] = [(p, self._add(p, params)) for p in prompts]
+        try:
+            for advanced in self.engine.run():
+                if on_token is not None:
+                    on_token(advanced)
+        finally:
+            for _, request in requests:
+                if isinstance(request, Request):
+                    self.engine.abort(request)  # has no effect on a finished one
+        return [self._completion(prompt, request) for prompt, request in requests]
+
+    def _add(self, prompt: str, params: SamplingParams) -> Request | RequestRefused:
+        try:
+            return self.engine.add(self.tokenizer.encode(prompt), params)
+        except RequestRefused as refusal:
+            return refusal
+
+    def _completion(self, prompt: str, request: Request | RequestRefused) -> Completion:
+        if isinstance(request, RequestRefused):
+            return Completion(prompt, "", [], 0, FinishReason.REFUSED, str(request))
+        tokens = request.output_token_ids
+        text = self.tokenizer.decode(tokens)
+        for stop in request.params.stop:
+            text = text.split(stop, 1)[0]
+        return Completion(
+            prompt, text, tokens, request.num_cached_tokens or 0, request.finish_reason or FinishReason.ABORT
+        )

@@ -1,0 +1,104 @@
+"""Which sequences compute which tokens in the next step: continuous batching with chunked prefill and preemption."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from kvproof.allocator import Admission, BlockManager, require_int
+from kvproof.backend.request import Request
+
+
+class Scheduler:
+    """Fills each step with at most `max_num_batched_tokens` tokens of at most `max_num_seqs` running requests.
+
+    Decodes come first, then the prompts of running requests, chunk by chunk, then new admissions. A request's whole
+    prompt gets its blocks at admission, so only a decode can ever lack one. It then takes them from the request that
+    runs last by `Request.key`, which is preempted: its blocks are released and it waits to be computed again, with
+    whatever the prefix cache still has. The first request is never preempted for another, so there is progress.
+    """
+
+    def __init__(self, manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        require_int("max_num_seqs", max_num_seqs, 1, 2**20)
+        # A decode can't wait for the next step, so the budget must hold one for every running sequence.
+        require_int("max_num_batched_tokens", max_num_batched_tokens, max_num_seqs, 2**24)
+        self.manager = manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Request] = []  # both lists are sorted by key
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        # Counted once a request, at its first admission: a preempted one that finds its own blocks again saved nothing.
+        self.num_prompt_tokens = 0
+        self.num_prefix_hit_tokens = 0
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda r: r.key)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that finished or was aborted, and release its blocks if it holds any."""
+        if request in self.running:
+            self.running.remove(request)
+            self.manager.release(request.seq)
+        else:
+            self.waiting.remove(request)
+
+    def schedule(self) -> list[tuple[Request, int]]:
+        """Who computes how many tokens next, single tokens first; every slot they write is reserved.
+
+        Empty when nothing can run: nobody is left, or the waiting need blocks that no running request holds.
+        """
+        short_before = self.num_preemptions
+        work = self._decodes()
+        budget = self.max_num_batched_tokens - len(work)
+        for request in self.running:
+            remaining = _remaining(request)
+            if remaining > 1 and budget > 0:
+                work.append((request, min(remaining, budget)))
+                budget -= work[-1][1]
+        if self.num_preemptions == short_before:  # else blocks are short, and admitting would only preempt again
+            work += self._admissions(budget)
+        return sorted(work, key=lambda item: item[1] > 1)
+
+    def _decodes(self) -> list[tuple[Request, int]]:
+        work = []
+        i = 0
+        while i < len(self.running):
+            request = self.running[i]
+            seq = request.seq
+            if _remaining(request) > 1:
+                i += 1
+            elif seq.num_reserved > seq.num_computed or self.manager.reserve(seq):
+                work.append((request, 1))
+                i += 1
+            else:
+                # The last by key has no work in this step yet, so there is nothing to take back; it may be `request`.
+                self._preempt(self.running[-1])
+        return work
+
+    def _admissions(self, budget: int) -> list[tuple[Request, int]]:
+        work = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            if self.manager.admit(request.seq) is not Admission.NOW:
+                break  # first come, first served: nobody overtakes it
+            self.waiting.pop(0)
+            insort(self.running, request, key=lambda r: r.key)
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = request.seq.num_cached
+                self.num_prompt_tokens += request.num_prompt_tokens
+                self.num_prefix_hit_tokens += request.num_cached_tokens
+            n = min(_remaining(request), budget)
+            work.append((request, n))
+            budget -= n
+        return work
+
+    def _preempt(self, request: Request) -> None:
+        self.remove(request)
+        self.add(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+
+def _remaining(request: Request) -> int:
+    """Known tokens that are not computed: 1 while decoding, more during prefill."""
+    return len(request.seq) - request.seq.num_computed
