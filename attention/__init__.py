@@ -10,6 +10,7 @@ from kvproof.attention.errors import (
 )
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import CacheSpec, DType, Layout
+from kvproof.attention.validated import Validated
 
 __all__ = [
     "CacheSpec",
@@ -23,4 +24,5 @@ __all__ = [
     "InvalidSpec",
     "NotPlanned",
     "UnsupportedSpec",
+    "Validated",
 ]

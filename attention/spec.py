@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, field_validator, model_validator
 
 from kvproof.attention.errors import InvalidSpec
+from kvproof.attention.validated import Validated
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Layout = Literal["NHD", "HND"]
@@ -21,13 +21,13 @@ INT32_LIMIT = 2**31
 """Batch metadata and the kernels' strides are 32-bit: slot numbers and a block's elements stay below this."""
 
 
-class CacheSpec(BaseModel):
+class CacheSpec(Validated):
     """A paged KV cache of `num_blocks` blocks of `block_size` token slots in each of `num_layers` layers.
 
     Immutable. A value out of bounds raises `InvalidSpec`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    error = InvalidSpec
 
     num_layers: int = Field(ge=1)
     num_heads: int = Field(ge=1, description="query heads")
@@ -41,15 +41,6 @@ class CacheSpec(BaseModel):
     scale: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="factor of the scores; None is 1/sqrt(head_size)"
     )
-
-    # pydantic's own error is a report of several lines; hidden from type checkers so that they see the fields.
-    if not TYPE_CHECKING:
-
-        def __init__(self, **fields: Any) -> None:
-            try:
-                super().__init__(**fields)
-            except ValidationError as error:
-                raise InvalidSpec(_one_line(error.errors()[0])) from None
 
     @field_validator("device")
     @classmethod
@@ -105,13 +96,3 @@ class CacheSpec(BaseModel):
         """Bytes of one block: keys and values of all layers."""
         elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_size
         return elements * self.torch_dtype.itemsize
-
-
-def _one_line(error: ErrorDetails) -> str:
-    message = error["msg"].removeprefix("Value error, ")
-    if not error["loc"]:
-        return f"CacheSpec: {message}"
-    field = ".".join(map(str, error["loc"]))
-    if error["type"] == "missing":
-        return f"CacheSpec: {field} is required"
-    return f"CacheSpec: {field}={error['input']!r}: {message[0].lower()}{message[1:]}"

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
-from kvproof.attention import CacheSpec, DType
+from kvproof.attention import CacheSpec, DType, Validated
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-class ModelSpec(BaseModel):
+class ModelSpec(Validated):
     """What the engine must know of a model to give it a KV cache and to end its sequences."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     architecture: str = Field(min_length=1)
     num_layers: int = Field(ge=1)

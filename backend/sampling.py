@@ -6,24 +6,24 @@ from collections.abc import Sequence as Seq
 from random import Random
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
+
+from kvproof.attention import Validated
 
 NUCLEUS_GUESS = 1024  # a nucleus is nearly always within so many candidates, which saves sorting a vocabulary
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Validated):
     """How a request's tokens are chosen and when it ends."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_tokens: int = Field(default=16, ge=1, description="most tokens to generate")
     temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0 is greedy")
     top_k: int = Field(default=0, ge=0, description="sample among the k likeliest tokens; 0 for all")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="sample among the likeliest tokens of this total probability")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="sample within this total probability")
     seed: int | None = Field(default=None, description="same seed, same tokens; None draws one from the engine's seed")
     stop: tuple[str, ...] = Field(default=(), description="texts that end the output, and are cut off it")
-    stop_token_ids: tuple[int, ...] = Field(default=(), description="tokens that end the output, beside the model's own")
+    stop_token_ids: tuple[int, ...] = Field(default=(), description="tokens that end the output too")
     ignore_eos: bool = Field(default=False, description="go on after the model's end-of-sequence token")
 
 
