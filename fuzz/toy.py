@@ -45,12 +45,14 @@ class ToyRunner:
         self._tokens, self._positions = weight(vocab_size, hidden), weight(max_length, hidden)
         kv = self.spec.num_kv_heads * self.spec.head_size
         self._layers = [(weight(hidden, hidden + 2 * kv), weight(hidden, hidden)) for _ in range(self.spec.num_layers)]
-        self._sizes = (hidden, kv, kv)
+        self._sizes = [hidden, kv, kv]
 
     def forward(self, step: Step) -> Tensor:
         x = self._tokens[step.token_ids] + self._positions[step.positions]
         for layer, (qkv, out) in enumerate(self._layers):
             x = torch.nn.functional.layer_norm(x, x.shape[-1:])
-            q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in (x @ qkv).split(self._sizes, dim=-1))
+            q, k, v = (
+                part.unflatten(-1, (-1, self.spec.head_size)) for part in torch.split(x @ qkv, self._sizes, dim=-1)
+            )
             x = x + step.attention(layer, q, k, v).flatten(-2) @ out
         return torch.nn.functional.layer_norm(x[step.logits_rows], x.shape[-1:]) @ self._tokens.T

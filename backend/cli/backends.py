@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvproof.attention import Capabilities
     from kvproof.backend.selection import Verdict
 
 EXAMPLE = """\
@@ -50,8 +52,14 @@ def _attention_row(verdict: Verdict) -> dict[str, Any]:
         "auto": verdict.backend is not None and verdict.priority >= 0,
     }
     if verdict.backend is not None:
-        row["capabilities"] = verdict.backend.capabilities().describe()
+        row["capabilities"] = _declared(verdict.backend.capabilities())
     return row
+
+
+def _declared(capabilities: Capabilities) -> dict[str, list[Any]]:
+    """What is limited, and to what; a limit that isn't there is left out."""
+    limits = {field.name: getattr(capabilities, field.name) for field in fields(capabilities)}
+    return {name: sorted(values) for name, values in limits.items() if values is not None}
 
 
 def _other_rows() -> list[dict[str, Any]]:
@@ -83,6 +91,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
     table = Table("kind", "name", "origin", "available", "details", box=None, header_style="bold")
     for row in rows:
-        details = row["reason"] or ", ".join(f"{key} {value}" for key, value in row.get("capabilities", {}).items())
+        details = row["reason"] or "; ".join(
+            f"{name} {', '.join(map(str, values))}" for name, values in row.get("capabilities", {}).items()
+        )
         table.add_row(row["kind"], row["name"], row["origin"], "yes" if row["available"] else "no", details)
     Console().print(table)
