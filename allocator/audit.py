@@ -27,12 +27,11 @@ def audit(manager: BlockManager) -> None:
 
 def _references_are_owners(manager: BlockManager) -> None:
     owners = Counter(block for seq in manager.sequences for block in seq.block_table)
-    for block in range(manager.num_blocks):
+    owners.update(manager.held_otherwise)
+    for block in range(manager.pool.num_reserved, manager.pool.num_blocks):
         refs = manager.pool.refs(block)
         if refs != owners[block]:
-            raise InvariantViolation(
-                "I1", f"block {block} has {refs} references, {owners[block]} table entries name it"
-            )
+            raise InvariantViolation("I1", f"block {block} has {refs} references and {owners[block]} owners")
 
 
 def _free_list_is_the_unreferenced(manager: BlockManager) -> None:
@@ -45,7 +44,7 @@ def _free_list_is_the_unreferenced(manager: BlockManager) -> None:
             if pool.state(block) is not state:
                 raise InvariantViolation("I2", f"block {block} is listed as {state} and is {pool.state(block)}")
     listed = len(empty) + len(cached)
-    unreferenced = sum(1 for block in range(pool.num_blocks) if pool.refs(block) == 0)
+    unreferenced = sum(1 for block in range(pool.num_reserved, pool.num_blocks) if pool.refs(block) == 0)
     if not listed == unreferenced == pool.num_free:
         raise InvariantViolation("I2", f"{listed} blocks listed, {unreferenced} unreferenced, {pool.num_free} free")
 
@@ -67,26 +66,31 @@ def _index_names_present_content(manager: BlockManager) -> None:
             raise InvariantViolation("I4", f"{node} has outlived its parent")
         if index.find(parent, node.tokens, node.hash) is not node:
             raise InvariantViolation("I3", f"{node} can't be found by its content")
-    for block in range(pool.num_blocks):
+    for block in range(pool.num_reserved, pool.num_blocks):
         if pool.content(block) is not carried.get(block):
             raise InvariantViolation("I3", f"block {block} holds {pool.content(block)}, the index says otherwise")
 
 
 def _tables_match_their_sequences(manager: BlockManager) -> None:
-    size = manager.block_size
+    size, pool = manager.block_size, manager.pool
     for seq in manager.sequences:
         if len(seq.block_table) != -(-seq.num_reserved // size):
             raise InvariantViolation("I7", f"the table does not cover the reserved tokens of {seq}")
         if seq.num_computed > min(seq.num_reserved, len(seq)):
             raise InvariantViolation("I7", f"more is computed than known or reserved of {seq}")
-        parent: Node | None = manager.index.root(seq.namespace)
-        for i, block in enumerate(seq.block_table):
-            node = manager.pool.content(block)
-            if node is not None:
-                if (i + 1) * size > seq.num_computed:
+        # Reserved slots that are not computed will be written: their blocks belong to this sequence alone.
+        if seq.num_reserved > seq.num_computed:
+            for block in seq.block_table[seq.num_computed // size :]:
+                if pool.content(block) is not None:
                     raise InvariantViolation("I6", f"block {block} was published before it was computed by {seq}")
+                if pool.refs(block) != 1:
+                    raise InvariantViolation("I5", f"block {block}, to be written by {seq}, has other owners")
+        parent: Node | None = manager.index.root(seq.namespace)
+        for i, block in enumerate(seq.block_table[: seq.num_computed // size]):
+            node = pool.content(block) if block >= pool.num_reserved else None
+            if node is not None:
                 if node.namespace != seq.namespace:
                     raise InvariantViolation("I9", f"{seq} of {seq.namespace} reads block {block} of {node.namespace}")
-                if node.parent is not parent or node.tokens != seq.tokens(i * size, (i + 1) * size).tobytes():
+                if node.tokens != seq.key(i, size) or (parent is not None and node.parent is not parent):
                     raise InvariantViolation("I3", f"block {block}, entry {i} of {seq}, is published as other content")
             parent = node

@@ -9,11 +9,15 @@ from typing import NamedTuple
 
 from kvproof.allocator.audit import audit
 from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int
+from kvproof.allocator.flight import Flights
 from kvproof.allocator.hashing import SHARED, HashBlock, Namespace, xxh3_chained
-from kvproof.allocator.index import Node, PrefixIndex
+from kvproof.allocator.media import MediaItem, checked_media, clip_media
 from kvproof.allocator.policy import EvictionPolicy
-from kvproof.allocator.pool import BlockPool
+from kvproof.allocator.prefix import PrefixCache
 from kvproof.allocator.sequence import MAX_LENGTH, Sequence
+
+NULL_BLOCK = 0
+"""The block that stands for what is not there, in managers that reserve it; never handed out."""
 
 
 class Admission(StrEnum):
@@ -30,6 +34,15 @@ class Merge(NamedTuple):
     entry: int
     old: int
     new: int
+
+
+class Pin:
+    """A receipt of `BlockManager.pin`, good for one `unpin`."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self, blocks: tuple[int, ...]) -> None:
+        self.blocks = blocks
 
 
 class _Quote(NamedTuple):
@@ -53,16 +66,21 @@ class BlockManager:
         manager.reserve(seq)    a slot for it; False when there is no block: release a sequence and try again
         manager.release(seq)    finished, aborted or preempted
 
-    Nothing is findable before its KV is committed, and every hit is verified token by token, so the hash decides
-    about speed only. At least one token of a sequence is always left to compute, since someone wants its logits.
+    and, for those who need them, `fork`, `truncate`, `pin`, and `launch` and `retire` for steps that run beside the
+    caller. Nothing is findable before its KV is committed, and every hit is verified token by token, so the hash
+    decides about speed only. At least one token of a sequence is always left to compute: someone wants its logits.
 
-    num_blocks        blocks in the pool, at least 1
-    block_size        token slots in a block, at least 1
-    prefix_caching    False: nothing is hashed, published or found
-    merge_duplicates  True: a block that turns out to hold what a published one holds is given back at commit and its
-                      table entry rewritten (see `commit`); False: tables only ever grow, and both copies are findable
-    policy            which cached block is evicted first, LRU by default
-    hash_block        the prefix hash, see `HashBlock`
+    num_blocks          blocks in the cache, at least 1
+    block_size          token slots in a block, at least 1
+    prefix_caching      False: nothing is hashed, published or found
+    merge_duplicates    True: a block that turns out to hold what a findable one holds is given back at commit and its
+                        table entry rewritten (see `commit`); False: tables only grow, and both copies are findable
+    window              tokens that attention sees, the newest included, for models whose every layer has a sliding
+                        window: blocks that fell out of it are given back, their table entries become `NULL_BLOCK`
+    reserve_null_block  keep block 0 for the caller's padding; always so with a window
+    watermark           free blocks that an admission must leave, unless nothing else is running
+    policy              which cached block is evicted first, LRU by default
+    hash_block          the prefix hash, see `HashBlock`
     """
 
     def __init__(
@@ -72,21 +90,39 @@ class BlockManager:
         *,
         prefix_caching: bool = True,
         merge_duplicates: bool = True,
+        window: int | None = None,
+        reserve_null_block: bool = False,
+        watermark: int = 0,
         policy: EvictionPolicy | None = None,
         hash_block: HashBlock = xxh3_chained,
     ) -> None:
         require_int("block_size", block_size, 1, MAX_LENGTH)
+        require_int("watermark", watermark, 0, MAX_LENGTH)
+        if window is not None:
+            require_int("window", window, 1, MAX_LENGTH)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.merge_duplicates = merge_duplicates
-        self.pool: BlockPool[Node] = BlockPool(num_blocks, policy=policy, on_evict=self._forget)
-        self.index = PrefixIndex()
-        self._hash_block = hash_block
+        self.window = window
+        self.watermark = watermark
+        self._prefixes = PrefixCache(
+            num_blocks,
+            block_size,
+            num_reserved=1 if reserve_null_block or window is not None else 0,
+            policy=policy,
+            hash_block=hash_block,
+        )
+        self.pool = self._prefixes.pool
+        self.index = self._prefixes.index
         self._admitted: dict[Sequence, None] = {}  # a set that keeps its order
+        self._flights = Flights(self.pool)
+        self._pins: set[Pin] = set()
+        self._copies: dict[int, int] = {}  # source by destination: a destination that is used again has one order
 
     @property
     def num_blocks(self) -> int:
-        return self.pool.num_blocks
+        """Blocks that can be handed out."""
+        return self.pool.num_blocks - self.pool.num_reserved
 
     @property
     def num_free(self) -> int:
@@ -95,28 +131,38 @@ class BlockManager:
 
     @property
     def num_used(self) -> int:
-        """Blocks that some sequence references; 0 when idle."""
-        return self.pool.num_blocks - self.pool.num_free
+        """Blocks that a sequence, a pin or a step in flight references; 0 when idle."""
+        return self.num_blocks - self.pool.num_free
 
     @property
     def sequences(self) -> Iterator[Sequence]:
         """The admitted sequences, in order of admission."""
         return iter(self._admitted)
 
+    @property
+    def held_otherwise(self) -> list[int]:
+        """The blocks that pins and steps in flight hold, each as often as it is held."""
+        return [*self._flights.parked, *(block for pin in self._pins for block in pin.blocks)]
+
     def sequence(
-        self, tokens: Iterable[int], *, max_length: int | None = None, namespace: Namespace = SHARED
+        self,
+        tokens: Iterable[int],
+        *,
+        max_length: int | None = None,
+        namespace: Namespace = SHARED,
+        media: Iterable[MediaItem] = (),
     ) -> Sequence:
         """A sequence that starts with `tokens` (at least one; copied) and takes no block yet.
 
         `max_length` declares how many tokens' KV it will ever hold. With it, `admit` refuses from the start what could
         not finish even alone. Without it, a sequence that outgrows the pool finds out at `reserve`.
         """
-        return Sequence(self, tokens, max_length, namespace)
+        return Sequence(self, tokens, max_length, namespace, checked_media(media))
 
     def match(self, seq: Sequence) -> int:
         """How many of the sequence's tokens are in the prefix cache now. Changes nothing, promises nothing."""
         self._own(seq)
-        return len(self._find_prefix(seq)) * self.block_size
+        return len(self._hits(seq)) * self.block_size
 
     def can_admit(self, seq: Sequence, limit: int | None = None) -> Admission:
         """What `admit` would answer now. Changes nothing."""
@@ -139,21 +185,40 @@ class BlockManager:
             self._admitted[seq] = None
         return quote.answer
 
-    def reserve(self, seq: Sequence, n: int = 1) -> bool:
-        """Slots for `n` more tokens; False, and no change, when the pool has too few free blocks.
+    def reserve(self, seq: Sequence, n: int = 1, *, lookahead: int = 0) -> bool:
+        """Make sure that the next `n` tokens have slots, and up to `lookahead` more within `max_length`.
 
-        Raises `InvalidArgument` when `n` is negative or reaches past the sequence's `max_length`.
+        False, and no change, when the pool has too few free blocks. Slots that are reserved already count, so asking
+        twice is asking once. The first of them may lie in a block that others share: it is replaced by a copy, see
+        `take_copies`. Raises `InvalidArgument` when `n` is negative or reaches past the sequence's `max_length`.
         """
         self._admitted_here(seq)
-        require_int("n", n, 0, (MAX_LENGTH if seq.max_length is None else seq.max_length) - seq._num_reserved)
-        num_reserved = seq._num_reserved + n
-        num_new_blocks = self._blocks_for(num_reserved) - len(seq._table)
+        limit = MAX_LENGTH if seq.max_length is None else seq.max_length
+        require_int("n", n, 0, limit - seq._num_computed)
+        require_int("lookahead", lookahead, 0, MAX_LENGTH)
+        target = min(seq._num_computed + n + lookahead, limit)
+        if target <= seq._num_reserved:
+            return True
+        entry, offset = divmod(seq._num_computed, self.block_size)
+        # Slots that were reserved before are this sequence's alone. Without any, a tail that is partly computed may
+        # still be shared (after a fork) or findable (after a truncation), and must not be written as it is.
+        tail = seq._table[entry] if offset and seq._num_computed == seq._num_reserved else None
+        copy = tail is not None and self.pool.refs(tail) > 1
+        num_new_blocks = self._blocks_for(target) - len(seq._table) + copy
         if num_new_blocks > self.pool.num_free:
             return False
+        if tail is not None and not copy:
+            self._prefixes.withdraw(tail)  # a copy would need a block, which a lone sequence may not find
         if num_new_blocks:
-            # A new array: one whose buffer a reader holds can't grow, and would refuse after the blocks are taken.
-            seq._table = seq._table + array("i", self.pool.take(num_new_blocks))
-        seq._num_reserved = num_reserved
+            fresh = self.pool.take(num_new_blocks)
+            table = seq._table[:]  # an array that someone reads through its buffer can't grow
+            if tail is not None and copy:
+                table[entry] = fresh[0]
+                self._copies[fresh[0]] = tail
+                self._flights.drop(seq, tail)
+            table.extend(fresh[copy:])
+            seq._table = table
+        seq._num_reserved = target
         return True
 
     def commit(self, seq: Sequence, n: int = 1) -> list[Merge]:
@@ -173,7 +238,46 @@ class BlockManager:
                 merge = self._publish(seq, i)
                 if merge is not None:
                     merges.append(merge)
+        if self.window is not None:
+            self._leave_window(seq, self.window)
         return merges
+
+    def fork(self, seq: Sequence) -> Sequence:
+        """A sequence that begins as a copy of `seq`, on the same blocks. Takes no block; the first write copies one.
+
+        Raises `SequenceStateError` while slots are reserved that are not computed: they can have one owner only.
+        """
+        self._admitted_here(seq)
+        if seq._num_reserved != seq._num_computed:
+            raise SequenceStateError(f"{seq} can't be forked: it has reserved slots that are not computed")
+        child = Sequence(self, seq._tokens, seq.max_length, seq.namespace, seq.media)
+        for block in self._real(seq._table):
+            self.pool.share(block)
+        child._hashes, child._table = seq._hashes[:], seq._table[:]
+        child._num_computed = child._num_reserved = seq._num_computed
+        self._admitted[child] = None
+        return child
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Forget the tokens from `length` on, with their slots and KV; blocks past the last slot are given back.
+
+        Raises `InvalidArgument` unless 1 <= `length` <= `len(seq)`, and `SequenceStateError` when blocks that the
+        shorter sequence's window needs are gone.
+        """
+        self._admitted_here(seq)
+        require_int("length", length, 1, len(seq))
+        num_computed, num_reserved = min(seq._num_computed, length), min(seq._num_reserved, length)
+        if self.window is not None:
+            visible = slice(self._first_visible(num_computed, self.window), self._blocks_for(num_computed))
+            if NULL_BLOCK in seq._table[visible]:
+                raise SequenceStateError(f"{seq} can't be cut to {length}: its window has moved past those blocks")
+        kept = self._blocks_for(num_reserved)
+        dropped, seq._table = seq._table[kept:], seq._table[:kept]
+        del seq._tokens[length:], seq._hashes[length // self.block_size :]
+        seq.media = clip_media(seq.media, length)
+        seq._num_computed, seq._num_reserved = num_computed, num_reserved
+        for block in reversed(self._real(dropped)):
+            self._flights.drop(seq, block)
 
     def release(self, seq: Sequence) -> None:
         """Give all the sequence's blocks back; what is published stays findable until it is evicted.
@@ -183,10 +287,63 @@ class BlockManager:
         self._admitted_here(seq)
         del self._admitted[seq]
         # Tail first, so that under LRU a parent outlives its children.
-        for block in reversed(seq._table):
-            self.pool.release(block)
+        for block in reversed(self._real(seq._table)):
+            self._flights.drop(seq, block)
         seq._table = array("i")
         seq._num_computed = seq._num_reserved = 0
+        seq._flight = None
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The copies that `reserve` has ordered since the last call, as (source, destination).
+
+        They must be carried out, all sources read before any destination is written, before the next step writes.
+        """
+        orders = [(source, destination) for destination, source in self._copies.items()]
+        self._copies.clear()
+        return orders
+
+    def pin(self, seq: Sequence) -> Pin:
+        """Keep the sequence's full computed blocks from eviction, whatever becomes of the sequence, until `unpin`."""
+        self._admitted_here(seq)
+        pin = Pin(tuple(self._real(seq._table[: seq._num_computed // self.block_size])))
+        for block in pin.blocks:
+            self.pool.share(block)
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Give up what `pin` holds. Raises `SequenceStateError` for a receipt that is used up or another manager's."""
+        if pin not in self._pins:
+            raise SequenceStateError("this pin holds nothing here: it was given up before, or is another manager's")
+        self._pins.remove(pin)
+        for block in reversed(pin.blocks):
+            self.pool.release(block)
+
+    def launch(self, seqs: Iterable[Sequence]) -> int:
+        """A step that uses the blocks of `seqs` has been sent off. Returns its number, for `retire`.
+
+        What these sequences give up from now on is handed out again only when the step has retired.
+        """
+        seqs = list(seqs)
+        for seq in seqs:
+            self._admitted_here(seq)
+        return self._flights.launch(seqs)
+
+    def retire(self, step: int) -> None:
+        """The oldest step in flight has finished. Raises `SequenceStateError` for any other, a second time included."""
+        self._flights.retire(step)
+
+    def reset_prefix_cache(self) -> None:
+        """Make nothing findable, as when the model's weights have changed.
+
+        Raises `SequenceStateError` while any block is in use: its content would be found again later.
+        """
+        if self.num_used:
+            raise SequenceStateError(
+                f"the prefix cache can't be reset: {self.num_used} blocks are held by {len(self._admitted)} sequences, "
+                f"{len(self._pins)} pins and {len(self._flights)} steps in flight"
+            )
+        self.pool.evict_all()
 
     def check(self) -> None:
         """Verify every invariant that can be seen from here; raises `InvariantViolation`. O(pool), for tests."""
@@ -203,67 +360,51 @@ class BlockManager:
             raise InvalidArgument(f"{seq} has outgrown its max_length {lifetime}")
         if self._blocks_for(lifetime) > self.num_blocks:
             return _Quote(Admission.NEVER, [], 0, 0)
-        hits = [self._carrier(node) for node in self._find_prefix(seq)]
+        hits = self._hits(seq)
         num_cached = len(hits) * self.block_size
         num_reserved = len(seq) if limit is None else min(len(seq), num_cached + limit)
         num_new_blocks = self._blocks_for(num_reserved) - len(hits)
         # A hit that nobody references is on the free list: taking it leaves one block less for the rest.
         num_revived = sum(1 for block in hits if self.pool.refs(block) == 0)
-        fits = num_new_blocks + num_revived <= self.pool.num_free
+        spare = self.watermark if self._admitted else 0
+        fits = num_new_blocks + num_revived + spare <= self.pool.num_free
         return _Quote(Admission.NOW if fits else Admission.LATER, hits, num_reserved, num_new_blocks)
 
-    def _find_prefix(self, seq: Sequence) -> list[Node]:
-        """The nodes of the sequence's longest cached prefix, short of its last token."""
-        nodes: list[Node] = []
+    def _hits(self, seq: Sequence) -> list[int]:
+        """The blocks of the sequence's longest findable prefix, short of its last token."""
         if not self.prefix_caching:
-            return nodes
-        parent = self.index.root(seq.namespace)
-        for i in range((len(seq) - 1) // self.block_size):
-            node = self.index.find(parent, self._chunk(seq, i), self._hash(seq, i))
-            if node is None:
-                break
-            nodes.append(node)
-            parent = node
-        return nodes
-
-    def _carrier(self, node: Node) -> int:
-        """One of the blocks that carry a node's content, a referenced one if possible: it costs no free block."""
-        return max(node.blocks, key=lambda block: self.pool.refs(block) > 0)
+            return []
+        nodes = self._prefixes.find(seq, (len(seq) - 1) // self.block_size)
+        return [self._prefixes.carrier(node) for node in nodes]
 
     def _publish(self, seq: Sequence, i: int) -> Merge | None:
+        node = self._prefixes.publish(seq, i)
         block = seq._table[i]
-        parent = self.pool.content(seq._table[i - 1]) if i else self.index.root(seq.namespace)
-        if parent is None:
-            return None  # its prefix was withdrawn: nothing could reach it
-        tokens, hash = self._chunk(seq, i), self._hash(seq, i)
-        node = self.index.find(parent, tokens, hash)
         if node is None:
-            self.pool.publish(block, self.index.add(block, parent, tokens, hash))
-        elif self.merge_duplicates:
-            keeper = self._carrier(node)
-            self.pool.share(keeper)
-            self.pool.release(block)
-            seq._table[i] = keeper
-            return Merge(i, block, keeper)
-        else:
-            node.blocks.append(block)
-            self.pool.publish(block, node)
-        return None
+            return None
+        if not self.merge_duplicates:
+            self._prefixes.publish_duplicate(block, node)
+            return None
+        keeper = self._prefixes.carrier(node)
+        self.pool.share(keeper)
+        seq._table[i] = keeper
+        self._flights.drop(seq, block)
+        return Merge(i, block, keeper)
 
-    def _forget(self, block: int, node: Node) -> None:
-        for orphan in self.index.remove(block, node):
-            self.pool.withdraw(orphan)
+    def _leave_window(self, seq: Sequence, window: int) -> None:
+        for i in range(min(self._first_visible(seq._num_computed, window), len(seq._table))):
+            block = seq._table[i]
+            if block != NULL_BLOCK:
+                seq._table[i] = NULL_BLOCK
+                self._flights.drop(seq, block)
 
-    def _chunk(self, seq: Sequence, i: int) -> bytes:
-        return seq._tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
+    def _first_visible(self, num_computed: int, window: int) -> int:
+        """The first table entry that the next token sees: its own position is `num_computed`."""
+        return max(0, num_computed - window + 1) // self.block_size
 
-    def _hash(self, seq: Sequence, i: int) -> int:
-        """The chained hash of the sequence's block `i`, computed once in the sequence's life."""
-        hashes = seq._hashes
-        while len(hashes) <= i:
-            parent_hash = hashes[-1] if hashes else seq.namespace.root_hash(self._hash_block)
-            hashes.append(self._hash_block(self._chunk(seq, len(hashes)), parent_hash))
-        return hashes[i]
+    def _real(self, table: array[int]) -> list[int]:
+        """The blocks that a table names, null entries left out."""
+        return [block for block in table if block >= self.pool.num_reserved]
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -15,12 +15,16 @@ Content = TypeVar("Content")
 
 
 class BlockState(StrEnum):
-    """FREE and ACTIVE blocks hold nothing findable, PUBLISHED and CACHED ones do; FREE and CACHED are unreferenced."""
+    """FREE and ACTIVE blocks hold nothing findable, PUBLISHED and CACHED ones do; FREE and CACHED are unreferenced.
+
+    A RESERVED block takes no part: it is never handed out and has no transition.
+    """
 
     FREE = "free"
     ACTIVE = "active"
     PUBLISHED = "published"
     CACHED = "cached"
+    RESERVED = "reserved"
 
 
 class BlockPool(Generic[Content]):
@@ -43,15 +47,18 @@ class BlockPool(Generic[Content]):
         self,
         num_blocks: int,
         *,
+        num_reserved: int = 0,
         policy: EvictionPolicy | None = None,
         on_evict: Callable[[int, Content], None] | None = None,
     ) -> None:
         require_int("num_blocks", num_blocks, 1, MAX_BLOCKS)
+        require_int("num_reserved", num_reserved, 0, num_blocks - 1)
         self.num_blocks = num_blocks
+        self.num_reserved = num_reserved
         self._refs = [0] * num_blocks
         self._content: list[Content | None] = [None] * num_blocks
         # Blocks without content, a stack: the last released is the likeliest to be in a processor's cache.
-        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._empty = list(range(num_blocks - 1, num_reserved - 1, -1))
         self._cached = policy if policy is not None else LRU()
         self._on_evict = on_evict
 
@@ -66,8 +73,10 @@ class BlockPool(Generic[Content]):
 
     def refs(self, block: int) -> int:
         """References held on `block`."""
-        if not 0 <= block < self.num_blocks:  # a negative index would find the last block
-            raise IllegalTransition(f"there is no block {block}, the pool has 0 to {self.num_blocks - 1}")
+        if not self.num_reserved <= block < self.num_blocks:  # a negative index would find the last block
+            what = "block {} is reserved" if 0 <= block < self.num_reserved else "there is no block {}"
+            usable = f"{self.num_reserved} to {self.num_blocks - 1}"
+            raise IllegalTransition(f"{what.format(block)}, the pool has {usable}")
         return self._refs[block]
 
     def content(self, block: int) -> Content | None:
@@ -76,6 +85,8 @@ class BlockPool(Generic[Content]):
         return self._content[block]
 
     def state(self, block: int) -> BlockState:
+        if 0 <= block < self.num_reserved:
+            return BlockState.RESERVED
         findable = self.content(block) is not None
         if self._refs[block]:
             return BlockState.PUBLISHED if findable else BlockState.ACTIVE
@@ -104,6 +115,11 @@ class BlockPool(Generic[Content]):
         self._empty.append(block)
         if self._on_evict is not None:
             self._on_evict(block, content)
+
+    def evict_all(self) -> None:
+        """Every CACHED block becomes FREE."""
+        while len(self._cached):
+            self._evict()
 
     def share(self, block: int) -> None:
         """One reference more on a block that has an owner or content."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvproof.allocator.errors import InvalidArgument, require_int
 from kvproof.allocator.hashing import Namespace
+from kvproof.allocator.media import MediaItem, media_in
 
 if TYPE_CHECKING:
     from kvproof.allocator.manager import BlockManager
@@ -27,11 +29,16 @@ class Sequence:
         num_computed  tokens whose KV is written
     """
 
-    __slots__ = ("_hashes", "_manager", "_num_cached", "_num_computed", "_num_reserved", "_table", "_tokens",
-                 "max_length", "namespace")  # fmt: skip
+    __slots__ = ("_flight", "_hashes", "_manager", "_num_cached", "_num_computed", "_num_reserved", "_table",
+                 "_tokens", "max_length", "media", "namespace")  # fmt: skip
 
     def __init__(
-        self, manager: BlockManager, tokens: Iterable[int], max_length: int | None, namespace: Namespace
+        self,
+        manager: BlockManager,
+        tokens: Iterable[int],
+        max_length: int | None,
+        namespace: Namespace,
+        media: tuple[MediaItem, ...],
     ) -> None:
         self._manager = manager
         self._tokens = _token_array(tokens)
@@ -44,6 +51,8 @@ class Sequence:
         self._num_computed = self._num_reserved = self._num_cached = 0
         self.max_length = max_length
         self.namespace = namespace
+        self.media = media
+        self._flight: int | None = None  # the step it was last launched in
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -76,6 +85,14 @@ class Sequence:
     def tokens(self, start: int = 0, stop: int | None = None) -> array[int]:
         """A copy of the token ids from `start` to `stop`, as int32."""
         return self._tokens[start:stop]
+
+    def key(self, i: int, block_size: int) -> bytes:
+        """What block `i` holds, apart from its prefix: its tokens as little-endian int32, and the media among them."""
+        start, stop = i * block_size, (i + 1) * block_size
+        tokens = self._tokens[start:stop]
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        return tokens.tobytes() + media_in(self.media, start, stop) if self.media else tokens.tobytes()
 
     def append(self, token: int) -> None:
         """One more token is known, usually the one just sampled. It has no slot before `reserve` gives it one."""

@@ -64,10 +64,9 @@ class Scheduler:
         i = 0
         while i < len(self.running):
             request = self.running[i]
-            seq = request.seq
             if _remaining(request) > 1:
                 i += 1
-            elif seq.num_reserved > seq.num_computed or self.manager.reserve(seq):
+            elif self.manager.reserve(request.seq):
                 work.append((request, 1))
                 i += 1
             else:

@@ -51,8 +51,7 @@ class ToyRunner:
         x = self._tokens[step.token_ids] + self._positions[step.positions]
         for layer, (qkv, out) in enumerate(self._layers):
             x = torch.nn.functional.layer_norm(x, x.shape[-1:])
-            q, k, v = (
-                part.unflatten(-1, (-1, self.spec.head_size)) for part in torch.split(x @ qkv, self._sizes, dim=-1)
-            )
+            parts = torch.split(x @ qkv, self._sizes, dim=-1)
+            q, k, v = (part.reshape(len(x), -1, self.spec.head_size) for part in parts)
             x = x + step.attention(layer, q, k, v).flatten(-2) @ out
         return torch.nn.functional.layer_norm(x[step.logits_rows], x.shape[-1:]) @ self._tokens.T

@@ -12,7 +12,7 @@ from kvproof.cli import backends, generate, replay
 
 USAGE_ERROR = 2
 EXTRAS = {"torch": "torch", "numpy": "torch", "gguf": "models", "tokenizers": "models", "safetensors": "models",
-          "jinja2": "models", "rich": "models"}  # fmt: skip
+          "jinja2": "models"}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from kvproof.allocator import InvalidArgument, InvariantViolation
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvproof.backend.llm import LLM, Completion
     from kvproof.backend.request import Request
     from kvproof.backend.sampling import SamplingParams
@@ -124,7 +122,8 @@ def _load(args: argparse.Namespace) -> LLM:
     from kvproof.backend.selection import require_known
 
     require_known(args.backend)  # before minutes are spent on loading a model
-    with Progress(TextColumn("loading {task.fields[model]}"), BarColumn(), console=_stderr(), transient=True) as bar:
+    columns = (TextColumn("loading {task.fields[model]}"), BarColumn())
+    with Progress(*columns, **_on_terminal()) as bar:
         task = bar.add_task("", total=None, model=args.model)
         return LLM(
             args.model,
@@ -181,7 +180,7 @@ def _generate(llm: LLM, texts: list[str], params: SamplingParams, label: str) ->
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
-    with Progress(*columns, console=_stderr(), transient=True) as bar:
+    with Progress(*columns, **_on_terminal()) as bar:
         task = bar.add_task("", total=len(texts) * params.max_tokens)
 
         def on_token(request: Request) -> None:
@@ -213,7 +212,9 @@ def _print(report: Report) -> None:
     )
 
 
-def _stderr() -> Console:
+def _on_terminal() -> dict[str, Any]:
+    """Options of a progress bar that shows on a terminal only, and leaves nothing behind."""
     from rich.console import Console
 
-    return Console(stderr=True)
+    console = Console(stderr=True)
+    return {"console": console, "transient": True, "disable": not console.is_interactive}

@@ -134,8 +134,6 @@ class Metadata:
         value = self.values.get(key)
         if value is None:
             return default
-        if kind is float and type(value) is int and abs(value) < 2**63:
-            value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise CheckpointError(f"{self.source}: {key} is {value!r:.60}, not of type {kind.__name__}")
         return value
@@ -146,6 +144,13 @@ class Metadata:
         if value is None:
             raise CheckpointError(f"{self.source}: lacks {key}")
         return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The number `key`, required if it has no default. Raises `CheckpointError` where it isn't one."""
+        value = self.values.get(key)
+        if type(value) is int and abs(value) < 2**63:  # as JSON may write a whole one
+            return float(value)
+        return self.require(key, float) if default is None else self.get(key, float, default)
 
     def dimension(self, key: str, default: int | None = None) -> int:
         """The size `key`, required if it has no default. Raises `CheckpointError` where no model could have it."""

@@ -112,7 +112,7 @@ def _config(path: Path) -> ModelConfig:
         max_length=config.require("max_position_embeddings", int),
         rope_theta=theta,
         rope_factors=factors,
-        rms_norm_eps=config.require("rms_norm_eps", float),
+        rms_norm_eps=config.number("rms_norm_eps"),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, default=False),
         qkv_bias=bias or architecture == "qwen2",
         output_bias=bias and architecture != "qwen2",
@@ -127,12 +127,12 @@ def _rope(config: Metadata, head_size: int) -> tuple[float, tuple[float, ...]]:
     scaling = config.get("rope_parameters", dict, config.get("rope_scaling", dict, {}))
     rope = Metadata(config.source, {"rope_theta": config.values.get("rope_theta"), **scaling})
     rope.refuse("partial_rotary_factor", unless=1.0)
-    theta = rope.get("rope_theta", float, 10000.0)
+    theta = rope.number("rope_theta", 10000.0)
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind == "default":
         return theta, ()
     if kind == "linear":
-        return theta, (rope.require("factor", float),) * (head_size // 2)
+        return theta, (rope.number("factor"),) * (head_size // 2)
     if kind == "llama3":
         return theta, _llama3_factors(rope, theta, head_size)
     raise CheckpointError(f"{config.source}: rope scaling {kind!r} is not supported, only linear and llama3")
@@ -140,8 +140,8 @@ def _rope(config: Metadata, head_size: int) -> tuple[float, tuple[float, ...]]:
 
 def _llama3_factors(rope: Metadata, theta: float, head_size: int) -> tuple[float, ...]:
     """Llama 3.1's scaling: `factor` for long wavelengths, none for short ones, and a ramp between the two."""
-    factor, context = rope.require("factor", float), rope.dimension("original_max_position_embeddings")
-    low, high = rope.require("low_freq_factor", float), rope.require("high_freq_factor", float)
+    factor, context = rope.number("factor"), rope.dimension("original_max_position_embeddings")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not (theta > 0 and factor > 0 and low < high):
         raise CheckpointError(f"{rope.source}: rope scaling llama3 can't have {theta=}, {factor=}, {low=}, {high=}")
     factors = []

@@ -37,9 +37,9 @@ class GGUFCheckpoint:
         self._metadata = metadata
         names = gguf.get_tensor_name_map(ARCHITECTURES[self.config.architecture], self.config.num_layers)
         canonical = {names.get_name(name, (".weight", ".bias")): name for name in self.config.tensor_shapes()}
-        stored = {name: info for name, info in self._file.tensors.items() if name != ROPE_FACTORS}
-        self.config.check_tensors(path, {canonical.get(name, name): info.shape for name, info in stored.items()})
-        self._canonical = {name: canonical[name] for name in stored}
+        self._canonical = {name: canonical.get(name, name) for name in self._file.tensors if name != ROPE_FACTORS}
+        shapes = {name: self._file.tensors[stored].shape for stored, name in self._canonical.items()}
+        self.config.check_tensors(path, shapes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its Hugging Face name, float32. Raises `CheckpointError` for an unsupported block format."""
@@ -66,6 +66,7 @@ def _config(metadata: Metadata, file: GGUFFile) -> ModelConfig:
     metadata.refuse(key("attention.value_length"), unless=head_size)
     metadata.refuse(key("rope.dimension_count"), unless=head_size)
     metadata.refuse(key("attention.sliding_window"), unless=0)
+    metadata.refuse(key("rope.scale_linear"), unless=1.0)
     eos = metadata.get("tokenizer.ggml.eos_token_id", int, -1)
     return ModelConfig.checked(
         file.path,
@@ -78,9 +79,9 @@ def _config(metadata: Metadata, file: GGUFFile) -> ModelConfig:
         head_size=head_size,
         vocab_size=metadata.dimension(key("vocab_size"), len(metadata.get("tokenizer.ggml.tokens", list, []))),
         max_length=metadata.require(key("context_length"), int),
-        rope_theta=metadata.get(key("rope.freq_base"), float, 10000.0),
+        rope_theta=metadata.number(key("rope.freq_base"), 10000.0),
         rope_factors=_rope_factors(metadata, key("rope.scaling."), file, head_size),
-        rms_norm_eps=metadata.require(key("attention.layer_norm_rms_epsilon"), float),
+        rms_norm_eps=metadata.number(key("attention.layer_norm_rms_epsilon")),
         tie_word_embeddings="output.weight" not in file.tensors,
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
@@ -90,11 +91,11 @@ def _config(metadata: Metadata, file: GGUFFile) -> ModelConfig:
 
 
 def _rope_factors(metadata: Metadata, prefix: str, file: GGUFFile, head_size: int) -> tuple[float, ...]:
-    kind = metadata.get(f"{prefix}type", str, "none")
-    if kind == "linear":
-        return (metadata.require(f"{prefix}factor", float),) * (head_size // 2)
+    written_out = ROPE_FACTORS in file.tensors
+    if metadata.get(f"{prefix}type", str, "none") == "linear" and not written_out:
+        return (metadata.number(f"{prefix}factor"),) * (head_size // 2)
     metadata.refuse(f"{prefix}type", unless="none")
-    return tuple(file.tensor(ROPE_FACTORS).flatten().tolist()) if ROPE_FACTORS in file.tensors else ()
+    return tuple(file.tensor(ROPE_FACTORS).flatten().tolist()) if written_out else ()
 
 
 def _unpermuted(weight: Tensor, head_size: int) -> Tensor:

@@ -23,7 +23,6 @@ from kvproof.backend.errors import CheckpointError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_DIMS = 4
 
 SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -130,9 +129,7 @@ def _parse(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     stored: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
     for _ in range(num_tensors):
         name = cursor.string()
-        if not 1 <= (num_dims := cursor.read("I")) <= MAX_DIMS:
-            raise ValueError(f"tensor {name!r} has {num_dims} dimensions")
-        shape = cursor.read_many(f"{num_dims}Q")[::-1]
+        shape = cursor.read_many(f"{cursor.read('I')}Q")[::-1]
         if name in stored:
             raise ValueError(f"tensor {name!r} occurs twice")
         stored[name] = GGMLQuantizationType(cursor.read("I")), shape, cursor.read("Q")

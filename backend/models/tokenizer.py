@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import jinja2
 import tokenizers
-from gguf.constants import TokenType
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.processors import TemplateProcessing
 
 from kvproof.allocator import InvalidArgument
 from kvproof.backend.errors import CheckpointError
+from kvproof.backend.models.chat_template import compile_chat_template
 from kvproof.backend.models.config import Metadata, ModelConfig
+from kvproof.backend.models.gguf_tokenizer import byte_level_bpe
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 """The names under which chat templates know them."""
@@ -79,7 +73,7 @@ class Tokenizer:
         }
         named = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
         try:
-            backend = _byte_level_bpe(metadata, tokens, named.get("bos_token"))
+            backend = byte_level_bpe(metadata, tokens, named.get("bos_token"))
         except CheckpointError:
             raise
         except Exception as error:  # the package raises no narrower one
@@ -138,7 +132,8 @@ class Tokenizer:
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError) as error:
-            raise InvalidArgument(f"the chat template refuses these messages: {error}") from error
+            reason = " ".join(str(error).splitlines())
+            raise InvalidArgument(f"the chat template refuses these messages: {reason}") from error
 
     @cached_property
     def _blind_backend(self) -> tokenizers.Tokenizer:
@@ -150,60 +145,10 @@ class Tokenizer:
     def _template(self) -> jinja2.Template:
         if self._chat_template is None:
             raise CheckpointError(f"{self._source}: has no chat template")
-        # The environment that chat templates are written for is transformers' (utils/chat_template_utils.py).
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
-            return environment.from_string(self._chat_template)
+            return compile_chat_template(self._chat_template)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{self._source}: unusable chat template: {error}") from error
-
-
-GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _regex_split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-LETTERS_AND_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-PUNCTUATION_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-SPLITS = {
-    "gpt-2": GPT2_SPLIT,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2_SPLIT]),
-    "llama-bpe": _regex_split(rf"{LETTERS_AND_CONTRACTIONS}|\p{{N}}{{1,3}}|{PUNCTUATION_AND_SPACES}"),
-    "qwen2": _regex_split(rf"{LETTERS_AND_CONTRACTIONS}|\p{{N}}|{PUNCTUATION_AND_SPACES}"),
-}
-"""How text is cut into words before byte-pair merging, by the name in `tokenizer.ggml.pre`."""
-
-
-def _byte_level_bpe(metadata: Metadata, tokens: list[str], bos: str | None) -> tokenizers.Tokenizer:
-    kind, pre = metadata.require("tokenizer.ggml.model", str), metadata.get("tokenizer.ggml.pre", str, "default")
-    if kind != "gpt2" or pre not in SPLITS:
-        raise CheckpointError(
-            f"{metadata.source}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported, only gpt2 with "
-            f"{', '.join(SPLITS)}"
-        )
-    metadata.refuse("tokenizer.ggml.add_space_prefix", unless=False)
-    metadata.refuse("tokenizer.ggml.add_eos_token", unless=False)
-    llama3 = pre == "llama-bpe"
-    merges = [tuple(merge.split(" ")) for merge in metadata.require("tokenizer.ggml.merges", list)]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=llama3))
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = SPLITS[pre]
-    backend.decoder = decoders.ByteLevel()
-    typed = list(zip(tokens, metadata.get("tokenizer.ggml.token_type", list, []), strict=False))
-    control, defined = ([t for t, kind in typed if kind == k] for k in (TokenType.CONTROL, TokenType.USER_DEFINED))
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", bool, llama3):
-        backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocab[bos])])
-    return backend
 
 
 def _content(token: Any) -> Any:
@@ -223,16 +168,3 @@ def _folder_template(path: Path, settings: Metadata) -> str | None:
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )
     return template if isinstance(template, str) else None
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike jinja2's own, escapes nothing for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvproof.allocator import Namespace, Node, PrefixIndex
-from kvproof.fuzz.machines.manager import NAMESPACES, weakened
+from kvproof.fuzz.machines.harness import NAMESPACES, weakened
 
 Path = tuple[Namespace, tuple[bytes, ...]]
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvproof.allocator import LRU, BlockPool, BlockState, IllegalTransition
-from kvproof.fuzz.machines.manager import NewestFirst
+from kvproof.fuzz.machines.harness import NewestFirst
 
-FREE, ACTIVE, PUBLISHED, CACHED = BlockState
+FREE, ACTIVE, PUBLISHED, CACHED, RESERVED = BlockState
 
 ALLOWED = {
     "share": (ACTIVE, PUBLISHED, CACHED),
@@ -26,15 +26,20 @@ BLOCKS = st.integers(-1, MAX_BLOCKS)  # one too low, and often one too high
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(1, MAX_BLOCKS), newest_first=st.booleans())
-    def start(self, num_blocks: int, newest_first: bool) -> None:
+    @initialize(
+        num_blocks=st.integers(1, MAX_BLOCKS), num_reserved=st.sampled_from((0, 0, 1, 2)), newest_first=st.booleans()
+    )
+    def start(self, num_blocks: int, num_reserved: int, newest_first: bool) -> None:
+        num_reserved = min(num_reserved, num_blocks - 1)
         policy = NewestFirst() if newest_first else LRU()
-        self.pool: BlockPool[str] = BlockPool(num_blocks, policy=policy, on_evict=self.evicted)
+        self.pool: BlockPool[str] = BlockPool(
+            num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self.evicted
+        )
         self.newest_first = newest_first
-        self.states = dict.fromkeys(range(num_blocks), FREE)
-        self.refs = dict.fromkeys(range(num_blocks), 0)
+        self.states = {block: RESERVED if block < num_reserved else FREE for block in range(num_blocks)}
+        self.refs = dict.fromkeys(range(num_reserved, num_blocks), 0)
         self.contents: dict[int, str] = {}
-        self.empty = list(range(num_blocks))[::-1]  # taken from the end
+        self.empty = list(self.refs)[::-1]  # taken from the end
         self.cached: list[int] = []  # oldest first
         self.lost: list[tuple[int, str]] = []  # what was evicted, as the pool told it
         self.expected_lost: list[tuple[int, str]] = []
@@ -100,6 +105,15 @@ class PoolMachine(RuleBasedStateMachine):
     def ask_for_no_block(self, block: int, question: str) -> None:
         self.refused(question, block)
 
+    @rule()
+    def evict_all(self) -> None:
+        self.pool.evict_all()
+        for block in self.cached[:: -1 if self.newest_first else 1]:
+            self.expected_lost.append((block, self.contents.pop(block)))
+            self.states[block] = FREE
+            self.empty.append(block)
+        self.cached.clear()
+
     # ---- invariant
 
     @invariant()
@@ -108,8 +122,8 @@ class PoolMachine(RuleBasedStateMachine):
             return
         pool = self.pool
         assert {block: pool.state(block) for block in range(pool.num_blocks)} == self.states
-        assert {block: pool.refs(block) for block in range(pool.num_blocks)} == self.refs
-        assert [pool.content(block) for block in self.states] == [self.contents.get(block) for block in self.states]
+        assert {block: pool.refs(block) for block in self.refs} == self.refs
+        assert [pool.content(block) for block in self.refs] == [self.contents.get(block) for block in self.refs]
         assert pool.free_lists() == (self.empty[::-1], self.cached[::-1] if self.newest_first else self.cached)
         assert pool.num_free == sum(1 for refs in self.refs.values() if refs == 0)
         assert self.lost == self.expected_lost

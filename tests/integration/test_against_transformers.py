@@ -13,7 +13,7 @@ from kvproof.backend import Engine, ModelRunner, SamplingParams
 from kvproof.backend.llm import load_runner
 from kvproof.backend.models.checkpoint import Checkpoint, open_checkpoint
 
-MAX_TOKENS = 12
+MAX_TOKENS = 24
 SYSTEM = "You are a helpful assistant. Answer the question as well as you can, in a single short sentence. "
 PROMPTS = (
     "A",
@@ -26,8 +26,8 @@ PROMPTS = (
     SYSTEM + "What is the boiling point of water?",
     SYSTEM + "What is the largest planet?",
     SYSTEM + "What is the largest planet in the solar system, and how many moons does it have?",
-    SYSTEM * 2 + "Who wrote Hamlet?",
-    SYSTEM * 2 + "Who wrote Faust?",
+    SYSTEM * 6 + "Who wrote Hamlet?",
+    SYSTEM * 6 + "Who wrote Faust?",
     "Once upon a time, in a land far away, there lived " * 4,
     "Once upon a time, in a land far away, there lived " * 8 + "a king",
     "The quick brown fox jumps over the lazy dog. " * 20,
@@ -85,7 +85,7 @@ def test_greedy_tokens_are_those_of_transformers(
     longest = max(map(len, prompts)) + MAX_TOKENS
     engine = Engine(
         runner,
-        num_blocks=-(-longest // block_size) + 1,  # barely more than the longest request needs alone
+        num_blocks=-(-longest // block_size),  # what the longest request needs alone
         block_size=block_size,
         attention="torch",
         prefix_caching=prefix_caching,

@@ -251,9 +251,11 @@ def test_positions_not_rows_decide_the_rotation(runner: LlamaRunner) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "qwen2", "qwen3, biases"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.006)])
-def test_half_precision(family: str, dtype: DType, tolerance: float, tmp_path: Path) -> None:
-    random_peer(FAMILIES[family]).save_pretrained(tmp_path)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(family: str, dtype: DType, tmp_path: Path) -> None:
+    """No further from float32 than transformers is in the same precision, but for luck in rounding."""
+    peer = random_peer(FAMILIES[family])
+    peer.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     total = len(checkpoint.config.tensor_shapes())
     seen: list[tuple[int, int]] = []
@@ -261,7 +263,7 @@ def test_half_precision(family: str, dtype: DType, tolerance: float, tmp_path: P
     assert seen == [(n, total) for n in range(1, total + 1)]
     assert half.spec.dtype == dtype
     ids = list(range(5, 45))
-    got, exact = logits(half, ids), logits(LlamaRunner.load(checkpoint), ids)
+    got, exact = logits(half, ids), peer_logits(peer, ids)
     assert got.dtype == getattr(torch, dtype)
-    print((got - exact).std() / exact.std())
-    assert (got - exact).std() < tolerance * exact.std()
+    theirs = peer_logits(peer.to(got.dtype), ids)
+    assert (got - exact).std() < 1.5 * (theirs - exact).std()

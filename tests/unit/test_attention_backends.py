@@ -27,7 +27,7 @@ from kvproof.attention import (
     UnsupportedSpec,
 )
 from kvproof.attention.reference import ReferenceAttention
-from kvproof.attention.torch_paged import PADDING, TorchAttention, _similar_rows
+from kvproof.attention.torch_paged import KEYS_MULTIPLE, PADDING, TorchAttention, _similar_rows
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
 NUM_BLOCKS = 400
@@ -71,8 +71,8 @@ def specs(draw: st.DrawFn) -> CacheSpec:
 
 
 def random_tokens(spec: CacheSpec, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    q = torch.randn(count, spec.num_heads, spec.head_size)
-    k, v = torch.randn(2, count, spec.num_kv_heads, spec.head_size)
+    q = torch.randn(count, spec.num_heads, spec.head_size, dtype=torch.float64)
+    k, v = torch.randn(2, count, spec.num_kv_heads, spec.head_size, dtype=torch.float64)
     return q.to(spec.torch_dtype), k.to(spec.torch_dtype), v.to(spec.torch_dtype)
 
 
@@ -181,6 +181,23 @@ def test_memory_outside_the_sequences_is_never_read(backend_class: type[Attentio
     assert_close(spec, got, torch.stack([dense(spec, *sequence)[-1] for sequence in whole]))
 
 
+@pytest.mark.parametrize("query_len", [2, 3, 16])
+def test_prompts_and_chunks_of_one_query_length_share_a_call(query_len: int) -> None:
+    """Some rows have context before their queries and some have none: one mask must serve both."""
+    spec = make_spec(num_blocks=60)
+    seq_lens = [query_len, query_len + 2, query_len, query_len + 5]
+    blocks = iter(torch.randperm(60).tolist())
+    tables = [array("i", [next(blocks) for _ in range(-(-length // 4))]) for length in seq_lens]
+    reference, paged = ReferenceAttention(spec), TorchAttention(spec)
+    reference.cache.normal_()
+    paged.cache.copy_(reference.cache)
+    q, k, v = random_tokens(spec, 4 * query_len)
+    for backend in (reference, paged):
+        backend.plan(BatchPlan.build(tables, seq_lens, [query_len] * 4, 4))
+    assert len(paged._calls) == 1
+    assert_close(spec, paged.run(0, q, k, v), reference.run(0, q, k, v))
+
+
 def test_one_long_sequence_does_not_pad_the_short_ones() -> None:
     spec = make_spec(num_blocks=1000, block_size=16)
     backend = TorchAttention(spec)
@@ -190,7 +207,8 @@ def test_one_long_sequence_does_not_pad_the_short_ones() -> None:
     backend.plan(BatchPlan.build(tables, seq_lens, [1] * 32, 16))
     token_elements = 2 * spec.num_kv_heads * spec.head_size
     gathered = [call.gathered.numel() // token_elements for call in backend._calls]
-    assert sum(gathered) <= sum(seq_lens) + PADDING * len(gathered)
+    rounded = [-(-length // KEYS_MULTIPLE) * KEYS_MULTIPLE for length in seq_lens]
+    assert sum(gathered) <= sum(rounded) + PADDING * len(gathered)
     assert backend._gathered.numel() == 8000 * token_elements
 
 
@@ -296,12 +314,18 @@ def test_run_refuses_what_the_step_does_not_fit(
 
 
 @pytest.mark.parametrize("cls", [ReferenceAttention, TorchAttention])
-def test_a_refused_plan_leaves_the_old_one(cls: type[AttentionBackend]) -> None:
+def test_a_refused_plan_leaves_the_old_one(cls: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: BatchPlan) -> None:
+        raise MemoryError
+
     backend = planned(cls)
     q, k, v = random_tokens(backend.spec, 4)
     before = backend.run(0, q, k, v)
     with pytest.raises(InvalidBatch, match=r"^block-range: row 0 names block 12"):
         backend.plan(BatchPlan.build([array("i", [12])], [2], [2], 4))
+    monkeypatch.setattr(backend, "_plan", fail)
+    with pytest.raises(MemoryError):
+        backend.plan(BatchPlan.build([array("i", [1])], [2], [2], 4))
     assert torch.equal(backend.run(0, q, k, v), before)
 
 

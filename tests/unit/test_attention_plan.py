@@ -191,6 +191,16 @@ CORRUPTIONS: list[tuple[str, Callable[[BatchPlan], dict[str, Any]], list[str]]] 
     ("last-page-len", edit("kv_last_page_len", 2, 5), ["row 2", "kv_last_page_len 5", "1 to 4"]),
     ("empty-row", edit("kv_last_page_len", 3, 1), ["row 3", "kv_last_page_len 1"]),
     ("empty-row", edit("seq_lens", 3, 4), ["row 3", "seq_len 4"]),
+    (
+        "empty-row",
+        put(
+            qo_indptr=ints(0, 1, 2, 4, 6),
+            seq_lens=ints(7, 9, 6, 2),
+            positions=ints(6, 8, 4, 5, 0, 1),
+            slot_mapping=ints(6, 32, 16, 17, 0, 1),
+        ),
+        ["row 3 has no blocks", "seq_len 2"],
+    ),
     ("empty-row", put(qo_indptr=ints(0, 1, 2, 2, 2), positions=ints(6, 8), slot_mapping=ints(6, 32)), ["row 2"]),
     ("seq-len", edit("seq_lens", 0, 8), ["row 0", "seq_len 8", "hold 7"]),
     ("seq-len", edit("kv_last_page_len", 2, 3), ["row 2", "seq_len 6", "hold 7"]),

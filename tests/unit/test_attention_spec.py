@@ -41,7 +41,7 @@ def test_derived_sizes() -> None:
         ({"num_layers": 0}, ["num_layers=0", "1"]),
         ({"num_heads": -3}, ["num_heads=-3", "1"]),
         ({"num_kv_heads": 0}, ["num_kv_heads=0", "1"]),
-        ({"num_heads": 10}, ["num_heads=10", "num_kv_heads=3"]),
+        ({"num_heads": 10}, ["CacheSpec: num_heads=10", "num_kv_heads=3"]),
         ({"head_size": 0}, ["head_size=0", "1"]),
         ({"head_size": 513}, ["head_size=513", "512"]),
         ({"num_blocks": 0}, ["num_blocks=0", "1"]),

@@ -98,6 +98,17 @@ def test_depth_is_no_limit() -> None:
     assert list(index.nodes()) == []
 
 
+def test_nothing_is_left_of_what_was_removed() -> None:
+    """An index sees new content for ever; a trace of each would be a leak."""
+    index = PrefixIndex()
+    for i in range(4):
+        root = index.root(Namespace(salt=str(i)))
+        nodes = [index.add(block, root, bytes([block]), block % 2) for block in range(4)]
+        for block, node in enumerate(nodes):
+            index.remove(block, node)
+    assert (index._buckets, index._roots) == ({}, {})
+
+
 def test_repr_names_what_a_reader_looks_for() -> None:
     index = PrefixIndex()
     parent = index.add(4, index.root(Namespace()), A, 0)

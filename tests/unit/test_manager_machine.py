@@ -35,7 +35,7 @@ def test_the_model_takes_empty_blocks_then_the_oldest_tail() -> None:
     model.release(new)
     assert (model.empty, model.cached) == ([4], [1, 0, 3, 2])
     assert [model.take() for _ in range(4)] == [4, 1, 0, 3]
-    assert model.holds == {2: ("", (3,))}
+    assert model.holds == {2: ("", (3,), ())}
 
 
 def test_the_model_lets_no_child_outlive_its_parent() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from kvproof.allocator import InvalidArgument
 from kvproof.backend.models.checkpoint import CheckpointError, ModelConfig, Tokenizer, open_checkpoint
 from kvproof.backend.models.config import Metadata
-from kvproof.backend.models.tokenizer import SPLITS
+from kvproof.backend.models.gguf_tokenizer import SPLITS
 
 CORPUS = [
     "",
@@ -144,7 +144,7 @@ TEMPLATES = [
     "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'system' %}\n    {% continue %}\n  {% endif %}\n"
     "[{{ m.role | upper }}] {{ m.content | trim }}{{ eos_token }}\n{% endfor %}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}:{{ m | tojson }};"
-    "{% endfor %}{% if tools is none and not documents %}-{% endif %}{{ messages | tojson(indent=2) }}",
+    "{% endfor %}{% if tools is none and documents is none %}-{% endif %}{{ messages | tojson(indent=2) }}",
     "{{ strftime_now('%Y') }} {{ messages[0]['content'][:2] ~ '<&>' }}{{ pad_token is defined }}",
 ]
 
@@ -305,6 +305,41 @@ def test_other_pre_tokenizers(tmp_path: Path, trained: Backend, pre: str) -> Non
         ids = ours.encode(text)
         assert ids == theirs(text)["input_ids"], text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_llama3_takes_whole_words_before_merging(trained: Backend) -> None:
+    values = gguf_metadata(trained, **{"ggml.add_bos_token": False})
+    values["tokenizer.ggml.tokens"].append("Xylophon")
+    values["tokenizer.ggml.token_type"].append(int(gguf.TokenType.NORMAL))
+    last = len(values["tokenizer.ggml.tokens"]) - 1
+    assert last not in from_metadata(values).encode("Xylophon")
+    assert from_metadata(values | {"tokenizer.ggml.pre": "llama-bpe"}).encode("Xylophon") == [last]
+
+
+def test_no_token_to_begin_with(trained: Backend) -> None:
+    values = gguf_metadata(trained, **{"ggml.add_bos_token": True})
+    with pytest.raises(CheckpointError, match="begin with a token that the file doesn't name"):
+        Tokenizer.from_gguf(Metadata(Path("x.gguf"), values), tiny_config(bos_token_id=10**6))
+
+
+def test_special_ids_beyond_the_vocabulary(trained: Backend) -> None:
+    """They name no token, as padding's in some files."""
+    values = gguf_metadata(trained, **{"ggml.padding_token_id": 10**6, "ggml.unknown_token_id": -1})
+    values["tokenizer.chat_template"] = "{{ pad_token is defined or unk_token is defined }}"
+    assert from_metadata(values).chat([]) == "False"
+
+
+def test_truncation_and_padding_are_not_ours(tmp_path: Path, trained: Backend) -> None:
+    backend = Backend.from_str(trained.to_str())
+    text = "Hello, world!"
+    ids = backend.encode(text).ids
+    backend.enable_truncation(max_length=1)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_folder(tmp_path, tiny_config()).encode(text) == ids
+    backend.no_truncation()
+    backend.enable_padding(length=len(ids) + 1)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_folder(tmp_path, tiny_config()).encode(text) == ids
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ import inspect
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from kvproof.allocator import BlockManager, PrefixIndex
+from kvproof.fuzz.machines.index import IndexMachine
 from kvproof.fuzz.machines.manager import ManagerMachine
-from kvproof.fuzz.planted import FAULTS, Fault
+from kvproof.fuzz.machines.pool import PoolMachine
+from kvproof.fuzz.planted import FAULTS, INDEX_FAULTS, POOL_FAULTS, Fault
 
 BUDGET = settings(
     max_examples=1000,
@@ -24,11 +26,18 @@ BUDGET = settings(
 )
 
 
+ALL_FAULTS = [
+    *((fault, ManagerMachine) for fault in FAULTS),
+    *((fault, PoolMachine) for fault in POOL_FAULTS),
+    *((fault, IndexMachine) for fault in INDEX_FAULTS),
+]
+
+
 @pytest.mark.usefixtures("capsys")  # it tells every failure's steps
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_fault_is_noticed(fault: Fault) -> None:
+@pytest.mark.parametrize(("fault", "machine"), ALL_FAULTS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_fault_is_noticed(fault: Fault, machine: type[RuleBasedStateMachine]) -> None:
     with fault.planted(), pytest.raises(Exception) as noticed:
-        run_state_machine_as_test(ManagerMachine, settings=BUDGET)
+        run_state_machine_as_test(machine, settings=BUDGET)
     # Faults break behaviour; these would mean that the replacement itself does not run.
     assert not isinstance(noticed.value, (NameError, AttributeError, TypeError))
 
@@ -58,4 +67,4 @@ def test_a_fault_that_no_longer_fits_the_source_says_so(old: str, times: int) ->
 
 
 def test_faults_have_names_of_their_own() -> None:
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert len({fault.name for fault, _ in ALL_FAULTS}) == len(ALL_FAULTS)

@@ -65,6 +65,13 @@ def test_what_is_no_token_id_adds_nothing(manager: BlockManager, bad: int) -> No
     assert seq.tokens().tolist() == [1, 2]
 
 
+def test_the_first_bad_one_is_named(manager: BlockManager) -> None:
+    with pytest.raises(InvalidArgument, match=r"^2147483648 is no token id"):
+        manager.sequence([0, 1, 2**31, "x"])
+    with pytest.raises(InvalidArgument, match=r"^-1 is no token id"):
+        manager.sequence([0, -1, 2**31])
+
+
 @pytest.mark.parametrize("bad", [None, 7, 1.5])
 def test_tokens_are_iterable(manager: BlockManager, bad: Iterable[int]) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(repr(bad))):

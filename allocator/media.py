@@ -1,0 +1,57 @@
+"""Media among the tokens: what makes equal placeholder tokens different content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from kvproof.allocator.errors import InvalidArgument, require_int
+
+MAX_POSITION = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image, clip or other input whose embeddings stand at tokens `start` to `start + length`.
+
+    `key` identifies its content, such as a digest of the pixels: placeholder tokens say nothing about it.
+    """
+
+    key: str
+    start: int
+    length: int
+
+    def __post_init__(self) -> None:
+        require_int("media start", self.start, 0, MAX_POSITION)
+        require_int("media length", self.length, 1, MAX_POSITION - self.start)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+def media_in(media: Iterable[MediaItem], start: int, stop: int) -> bytes:
+    """Which part of which item stands where between the tokens `start` and `stop`, as bytes."""
+    parts = []
+    for item in media:
+        first, last = max(item.start, start), min(item.stop, stop)
+        if first < last:
+            place = (first - start, first - item.start, last - first)
+            key = item.key.encode("utf-8", "surrogatepass")
+            parts.append(b"".join(n.to_bytes(8, "little") for n in (*place, len(key))) + key)
+    return b"".join(parts)
+
+
+def clip_media(media: tuple[MediaItem, ...], stop: int) -> tuple[MediaItem, ...]:
+    """The items up to token `stop`, the last one cut if it reaches past it."""
+    return tuple(replace(m, length=min(m.length, stop - m.start)) for m in media if m.start < stop)
+
+
+def checked_media(media: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
+    """The items in order of position. Raises `InvalidArgument` when two of them overlap."""
+    ordered = tuple(sorted(media, key=lambda item: item.start))
+    for before, after in pairwise(ordered):
+        if before.stop > after.start:
+            raise InvalidArgument(f"media item {after.key!r} starts at {after.start}, inside {before.key!r}")
+    return ordered
