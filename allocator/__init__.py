@@ -13,7 +13,8 @@ from kvproof.allocator.errors import (
 )
 from kvproof.allocator.hashing import HashBlock, Namespace, xxh3_chained
 from kvproof.allocator.index import Node, PrefixIndex
-from kvproof.allocator.manager import Admission, BlockManager, Merge
+from kvproof.allocator.manager import NULL_BLOCK, Admission, BlockManager, Merge, Pin
+from kvproof.allocator.media import MediaItem
 from kvproof.allocator.policy import LRU, EvictionPolicy
 from kvproof.allocator.pool import BlockPool, BlockState
 from kvproof.allocator.sequence import Sequence
@@ -30,9 +31,12 @@ __all__ = [
     "InvariantViolation",
     "KvproofError",
     "LRU",
+    "MediaItem",
     "Merge",
+    "NULL_BLOCK",
     "Namespace",
     "Node",
+    "Pin",
     "PrefixIndex",
     "Sequence",
     "SequenceStateError",
