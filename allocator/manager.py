@@ -214,7 +214,8 @@ class BlockManager:
             table = seq._table[:]  # an array that someone reads through its buffer can't grow
             if tail is not None and copy:
                 table[entry] = fresh[0]
-                self._copies[fresh[0]] = tail
+                # The tail may be waiting for its own copy still: all sources are read before any is written.
+                self._copies[fresh[0]] = self._copies.get(tail, tail)
                 self._flights.drop(seq, tail)
             table.extend(fresh[copy:])
             seq._table = table

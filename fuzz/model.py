@@ -122,7 +122,7 @@ class ModelManager:
             return False
         if tail is not None and copy:
             seq.table[entry] = self.take()
-            self.copies[seq.table[entry]] = tail
+            self.copies[seq.table[entry]] = self.copies.get(tail, tail)
         elif tail in self.holds:
             self.forget(tail)
             self.forget_unreachable()

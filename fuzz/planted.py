@@ -281,9 +281,17 @@ FAULTS = (
         "copy ordered the wrong way",
         BlockManager,
         "reserve",
-        "self._copies[fresh[0]] = tail",
+        "self._copies[fresh[0]] = self._copies.get(tail, tail)",
         "self._copies[tail] = fresh[0]",
         "source and destination exchanged",
+    ),
+    Fault(
+        "copy of a block that waits for its own",
+        BlockManager,
+        "reserve",
+        "self._copies.get(tail, tail)",
+        "tail",
+        "a second copy is taken before the first is made; found by the model checker, not by us",
     ),
     Fault(
         "copy appended",

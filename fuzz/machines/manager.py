@@ -88,18 +88,33 @@ class ManagerMachine(ManagerHarness):
     def reserve(self, slot: int, n: int, lookahead: int) -> None:
         self.try_reserve(self.running(slot), n, lookahead)
 
-    @rule(slot=SLOTS, to=SLOTS, lookahead=st.sampled_from((0, 0, 0, 2)))
-    def fork(self, slot: int, to: int, lookahead: int) -> None:
-        """Parallel sampling. Everything is computed first, since reserved slots can't be shared."""
+    @rule(slot=SLOTS, to=SLOTS, again=st.booleans(), lookahead=st.sampled_from((0, 0, 0, 2)))
+    def fork(self, slot: int, to: int, again: bool, lookahead: int) -> None:
+        """Parallel sampling. Everything is computed before, since reserved slots can't be shared.
+
+        `again` forks the fork too, while its tail still waits for its copy: it gives up what it has reserved for that.
+        """
         pair = self.running(slot)
         self.write(pair)
         self.commit(pair)
         self.try_reserve(pair, 0, lookahead)
-        if pair.model.reserved > pair.model.computed:  # lookahead
+        if pair.model.reserved > pair.model.computed:
             self.refused(lambda: self.manager.fork(pair.real))
         elif slot != to:
             self.vacate(to)
-            self.slots[to] = Pair(self.manager.fork(pair.real), self.model.fork(pair.model))
+            child = self.fork_pair(pair)
+            self.slots[to] = child
+            if again and child.model.computed:
+                self.try_reserve(child, 1)
+                self.manager.truncate(child.real, child.model.computed)
+                self.model.truncate(child.model, child.model.computed)
+                self.vacate(slot)
+                grandchild = self.fork_pair(child)
+                self.slots[slot] = grandchild
+                self.try_reserve(grandchild, 1)
+
+    def fork_pair(self, pair: Pair) -> Pair:
+        return Pair(self.manager.fork(pair.real), self.model.fork(pair.model))
 
     @rule(slot=SLOTS, back=st.integers(0, 9), tokens=TOKENS | st.just([]))
     def truncate(self, slot: int, back: int, tokens: list[int]) -> None:

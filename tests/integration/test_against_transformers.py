@@ -92,8 +92,8 @@ def test_greedy_tokens_are_those_of_transformers(
         max_num_seqs=20,
         max_num_batched_tokens=97,
     )
-    # Short ones first, so that many are running when they need their next blocks.
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    # Orders in which many are running when they need their next blocks.
+    order = range(len(prompts)) if block_size == 64 else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     requests = {i: engine.add(prompts[i], SamplingParams(max_tokens=MAX_TOKENS)) for i in order}
     for _ in engine.run():
         pass
@@ -102,5 +102,4 @@ def test_greedy_tokens_are_those_of_transformers(
     assert [requests[i].output_token_ids for i in range(len(prompts))] == expected
     assert engine.stats.num_steps > sum(map(len, prompts)) // 97, "no prompt was chunked"
     assert (engine.stats.num_prefix_hit_tokens > 0) == prefix_caching
-    if block_size <= 16:
-        assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_preemptions > 0

@@ -1,8 +1,8 @@
 """Failures that other engines had, each as its smallest scenario on our allocator.
 
 A test's name begins with the row it restates; its docstring names the report. Rows of features that are not built yet
-are not applicable so far: P10. Rows of forks, pins, steps in flight and media are in test_shared_blocks.py, those of the
-scheduler in test_engine.py, those of batch metadata in test_attention_plan.py.
+are not applicable so far: P10. Rows of forks, pins, steps in flight and media are in test_shared_blocks.py, those of
+the scheduler in test_engine.py, those of batch metadata in test_attention_plan.py.
 """
 
 from __future__ import annotations

@@ -57,6 +57,18 @@ def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
     assert manager.take_copies() == []
 
 
+def test_a_copy_of_a_copy_that_is_not_made_yet_comes_from_the_origin() -> None:
+    """Found by model checking: the reserve is given up again, and the block that waits for its copy is forked."""
+    manager = BlockManager(8, 4)
+    parent = computed(manager, [1] * 6)
+    child = manager.fork(parent)
+    assert manager.reserve(child) is True
+    manager.truncate(child, 6)
+    grandchild = manager.fork(child)
+    assert manager.reserve(grandchild) is True
+    assert manager.take_copies() == [(1, child.block_table[1]), (1, grandchild.block_table[1])]
+
+
 def test_the_copy_counts_as_a_block() -> None:
     manager = BlockManager(2, 4)
     parent = computed(manager, [1] * 6)
