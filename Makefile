@@ -4,9 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-PACKAGE_DIRS := allocator attention backend backend/cli backend/models fuzz fuzz/machines
+PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/models fuzz fuzz/machines fuzz/spec
 
-.PHONY: help demo test bench lint types fmt dev clean
+.PHONY: help demo test bench spec lint types fmt dev clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,6 +25,9 @@ test: dev ## the whole test suite
 
 bench: dev ## benchmarks, each beside its peer in the same run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds -s
+
+spec: dev ## model-check the specification at every scope, and plant every fault in it (minutes; needs Java)
+	$(BIN)/python -m kvproof.fuzz.spec
 
 lint: dev ## style
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from kvproof.backend import Engine, ModelRunner, SamplingParams
 from kvproof.backend.llm import load_runner
@@ -68,7 +68,14 @@ def test_generate(benchmark: BenchmarkFixture) -> None:
     assert package is not None
     assert package.submodule_search_locations is not None
     file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
-    peer = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.bfloat16)
+    # Dense weights like ours: on packed ones transformers would cast every product to float32 and back.
+    peer = AutoModelForCausalLM.from_pretrained(
+        str(file.parent),
+        gguf_file=file.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    assert {p.dtype for p in peer.parameters()} == {torch.bfloat16}
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 2}
 
     def transformers_run() -> None:
