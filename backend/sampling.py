@@ -33,7 +33,7 @@ def sample(logits: Tensor, params: Seq[SamplingParams], rngs: Seq[Random]) -> li
     A row's result depends on that row alone, and a sampled row takes exactly one number from its source: a request
     draws the same tokens whatever else is in its batch.
     """
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    tokens: list[int] = logits.max(dim=-1).indices.tolist()  # the first largest, as argmax, and faster on a CPU
     for row, (param, rng) in enumerate(zip(params, rngs, strict=True)):
         if param.temperature > 0:
             tokens[row] = _draw(logits[row].double(), param, rng.random())
