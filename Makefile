@@ -35,7 +35,7 @@ lint: dev ## style
 
 types: dev ## mypy --strict and pyright
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fmt: dev ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

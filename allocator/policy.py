@@ -22,11 +22,13 @@ class EvictionPolicy(Protocol):
 
     def pop(self) -> int:
         """Remove and return the block to evict. Called only when there is one."""
+        ...
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[int]:
         """The cached blocks, first to be evicted first."""
+        ...
 
 
 class LRU:

@@ -54,10 +54,11 @@ class Plugin:
 
     def load(self) -> Any:
         """The registered object. Raises `BrokenPlugin`, whatever the plugin's own module raised."""
-        if len(self.entries) > 1:
+        entry, *others = self.entries
+        if others:
             raise BrokenPlugin(f"{self.group.noun} {self.name!r} is registered by more than one package: {self.origin}")
         try:
-            return self.entries[0].load()
+            return entry.load()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise BrokenPlugin(

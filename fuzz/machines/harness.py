@@ -165,7 +165,8 @@ class ManagerHarness(RuleBasedStateMachine):
                     continue  # no later token sees it
                 entry, offset = divmod(i, self.manager.block_size)
                 block = pair.real.block_table[entry]
-                read = self.memory.get((self.model.copies.get(block, block), offset))
+                source = self.model.copies[block] if block in self.model.copies else block
+                read = self.memory.get((source, offset))
                 assert read == pair.model.prefix(i + 1), f"token {i} of {pair.real} reads {read}"
 
     def teardown(self) -> None:
