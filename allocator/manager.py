@@ -76,7 +76,8 @@ class BlockManager:
     merge_duplicates    True: a block that turns out to hold what a findable one holds is given back at commit and its
                         table entry rewritten (see `commit`); False: tables only grow, and both copies are findable
     window              tokens that attention sees, the newest included, for models whose every layer has a sliding
-                        window: blocks that fell out of it are given back, their table entries become `NULL_BLOCK`
+                        window: blocks that fell out of it are given back, their table entries become `NULL_BLOCK`;
+                        admission counts as if they were not
     reserve_null_block  keep block 0 for the caller's padding; always so with a window
     watermark           free blocks that an admission must leave, unless nothing else is running
     policy              which cached block is evicted first, LRU by default
@@ -232,6 +233,8 @@ class BlockManager:
         require_int("n", n, 0, min(len(seq), seq._num_reserved) - seq._num_computed)
         num_computed = seq._num_computed + n
         first, stop = seq._num_computed // self.block_size, num_computed // self.block_size
+        if self.prefix_caching and stop > first:
+            self._prefixes.prepare(seq, stop)
         seq._num_computed = num_computed
         merges = []
         if self.prefix_caching:
@@ -348,7 +351,7 @@ class BlockManager:
 
     def check(self) -> None:
         """Verify every invariant that can be seen from here; raises `InvariantViolation`. O(pool), for tests."""
-        audit(self)
+        audit(self)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
 
     def _quote(self, seq: Sequence, limit: int | None) -> _Quote:
         self._own(seq)

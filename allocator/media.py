@@ -23,6 +23,8 @@ class MediaItem:
     length: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise InvalidArgument(f"media key is {self.key!r}, must be a str")
         require_int("media start", self.start, 0, MAX_POSITION)
         require_int("media length", self.length, 1, MAX_POSITION - self.start)
 

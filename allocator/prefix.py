@@ -44,6 +44,11 @@ class PrefixCache:
         """One of the blocks that carry a node's content, a referenced one if possible: it costs no free block."""
         return max(node.blocks, key=lambda block: self.pool.refs(block) > 0)
 
+    def prepare(self, seq: Sequence, num_blocks: int) -> None:
+        """Hash the sequence's first blocks, so that a hash function that fails does so before anything has changed."""
+        if num_blocks:
+            self._hash(seq, num_blocks - 1)
+
     def publish(self, seq: Sequence, i: int) -> Node | None:
         """Make the sequence's computed block `i` findable, unless equal content is: then its node, unchanged."""
         parent = self._parent(seq, i)

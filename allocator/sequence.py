@@ -5,14 +5,10 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from kvproof.allocator.errors import InvalidArgument, require_int
 from kvproof.allocator.hashing import Namespace
 from kvproof.allocator.media import MediaItem, media_in
-
-if TYPE_CHECKING:
-    from kvproof.allocator.manager import BlockManager
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_LENGTH = 2**31 - 1
@@ -34,7 +30,7 @@ class Sequence:
 
     def __init__(
         self,
-        manager: BlockManager,
+        manager: object,
         tokens: Iterable[int],
         max_length: int | None,
         namespace: Namespace,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvproof.allocator.errors import InvalidArgument
-from kvproof.attention.errors import NotPlanned, UnsupportedSpec
+from kvproof.attention.errors import InvalidSpec, NotPlanned, UnsupportedSpec
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import CacheSpec, DType, Layout
 
@@ -90,8 +91,20 @@ class AttentionBackend(ABC):
         """Raise `BackendUnavailable` if the backend can't run on this machine. Loads nothing heavy."""
 
     def create_cache(self, spec: CacheSpec) -> Tensor:
-        """A zeroed cache of `spec.cache_shape`. Zeroed, because a kernel may multiply unused slots by 0."""
-        return torch.zeros(spec.cache_shape, dtype=spec.torch_dtype, device=spec.device)
+        """A zeroed cache of `spec.cache_shape`. Zeroed, because a kernel may multiply unused slots by 0.
+
+        Raises `InvalidSpec` when the device has no room for it.
+        """
+        size = spec.num_blocks * spec.block_bytes
+        # A processor's memory is handed out on credit: without this, the process would be killed when it is used.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if torch.device(spec.device).type == "cpu" and size > memory:
+            raise InvalidSpec(f"{spec.num_blocks} blocks of {spec.block_bytes} bytes need {size}, there are {memory}")
+        try:
+            return torch.zeros(spec.cache_shape, dtype=spec.torch_dtype, device=spec.device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise InvalidSpec(f"{spec.device} has no room for {size} bytes of KV cache: {reason}") from error
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of `layer`, [num_blocks, block_size, num_kv_heads, head_size] in either layout.

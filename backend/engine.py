@@ -131,10 +131,12 @@ class Engine:
         sampling = [request for (request, _), chunk in zip(work, chunks, strict=True) if reaches_end(chunk)]
         self._peak_used_blocks = max(self._peak_used_blocks, self.manager.num_used)
         logits = self.runner.forward(self.backend.begin(chunks))
-        self.backend.end(chunks)
         tokens = sample(logits, [r.params for r in sampling], [r.rng for r in sampling])
+        # Nothing has changed so far, so a step that failed can be tried again.
+        self.backend.end(chunks)
         for request, token in zip(sampling, tokens, strict=True):
             request.seq.append(token)
+        for request, token in zip(sampling, tokens, strict=True):
             reason = self._reason_to_finish(request, token)
             if reason is not None:
                 self._finish(request, reason)
@@ -172,7 +174,7 @@ class Engine:
             return FinishReason.STOP
         if params.stop and self._ends_with_stop_text(request):
             return FinishReason.STOP
-        if request.num_output_tokens == params.max_tokens or len(request.seq) == self.runner.spec.max_length:
+        if request.num_output_tokens >= params.max_tokens or len(request.seq) >= self.runner.spec.max_length:
             return FinishReason.LENGTH
         return None
 

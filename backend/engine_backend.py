@@ -50,6 +50,7 @@ class EngineBackend:
             self.spec.block_size,
         )
         self.attention.plan(plan)
+        self.attention.copy_blocks(self.manager.take_copies())  # before anything of this step is written
         tokens = np.concatenate(
             [np.asarray(seq.tokens(seq.num_computed, seq.num_computed + n), dtype=np.int64) for seq, n in chunks]
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvproof.allocator import InvalidArgument
 from kvproof.attention import DType
 from kvproof.backend.engine import Engine
 from kvproof.backend.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -43,10 +44,11 @@ def load_runner(checkpoint: Checkpoint, dtype: DType, progress: Progress | None 
         except BrokenPlugin as error:
             tried.append(str(error))
             continue
-        if architecture in runner.architectures:
+        known: frozenset[str] = getattr(runner, "architectures", frozenset())
+        if architecture in known:
             loaded: ModelRunner = runner.load(checkpoint, dtype=dtype, progress=progress)
             return loaded
-        tried.append(f"{plugin.name} runs {', '.join(sorted(runner.architectures))}")
+        tried.append(f"{plugin.name} runs {', '.join(sorted(known)) or 'none'}")
     raise CheckpointError(
         f"no model runner for the architecture {architecture!r}: {'; '.join(tried) or 'none installed'}"
     )
@@ -56,8 +58,8 @@ class LLM:
     """A model ready to generate.
 
     `model` is a GGUF file, a Hugging Face folder or a known name such as "smollm2". `num_blocks` left out gives the
-    KV cache 1 GiB, or less when `max_num_seqs` sequences of the longest kind need less. The other options are those of
-    `Engine`.
+    KV cache 1 GiB (or one block, if that is larger), or less when `max_num_seqs` sequences of the longest kind need
+    less. The other options are those of `Engine`.
     """
 
     def __init__(
@@ -105,8 +107,10 @@ class LLM:
         `on_token` is called with a request each time it has one token more. If it raises, all requests are aborted.
         """
         params = params or SamplingParams()
-        requests: list[tuple[str, Request | RequestRefused]] = [(p, self._add(p, params)) for p in prompts]
+        requests: list[tuple[str, Request | RequestRefused]] = []
         try:
+            for prompt in prompts:
+                requests.append((prompt, self._add(prompt, params)))  # noqa: PERF401 - some are queued if one raises
             for advanced in self.engine.run():
                 if on_token is not None:
                     on_token(advanced)
@@ -121,14 +125,15 @@ class LLM:
             return self.engine.add(self.tokenizer.encode(prompt), params)
         except RequestRefused as refusal:
             return refusal
+        except InvalidArgument as error:  # no Unicode text
+            return RequestRefused(str(error))
 
     def _completion(self, prompt: str, request: Request | RequestRefused) -> Completion:
         if isinstance(request, RequestRefused):
             return Completion(prompt, "", [], 0, FinishReason.REFUSED, str(request))
         tokens = request.output_token_ids
         text = self.tokenizer.decode(tokens)
-        for stop in request.params.stop:
-            text = text.split(stop, 1)[0]
+        text = text[: min((text.find(stop) for stop in request.params.stop if stop in text), default=len(text))]
         return Completion(
             prompt, text, tokens, request.num_cached_tokens or 0, request.finish_reason or FinishReason.ABORT
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from random import Random
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -22,7 +23,9 @@ class SamplingParams(Validated):
     top_k: int = Field(default=0, ge=0, description="sample among the k likeliest tokens; 0 for all")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="sample within this total probability")
     seed: int | None = Field(default=None, description="same seed, same tokens; None draws one from the engine's seed")
-    stop: tuple[str, ...] = Field(default=(), description="texts that end the output, and are cut off it")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="texts that end the output, and are cut off it"
+    )
     stop_token_ids: tuple[int, ...] = Field(default=(), description="tokens that end the output too")
     ignore_eos: bool = Field(default=False, description="go on after the model's end-of-sequence token")
 

@@ -41,10 +41,13 @@ def _judge(plugin: Plugin, spec: CacheSpec | None) -> Verdict:
     try:
         backend = _checked(plugin.name, plugin.load())
         backend.probe()
+        capabilities = backend.capabilities()
         if spec is not None:
-            backend.capabilities().check(spec, plugin.name)
+            capabilities.check(spec, plugin.name)
     except KvproofError as error:
         return Verdict(plugin, None, str(error))
+    except Exception as error:  # a fault of somebody else's plugin must harm no other
+        return Verdict(plugin, None, f"broken: {type(error).__name__}: {error}".splitlines()[0])
     return Verdict(plugin, backend)
 
 
@@ -80,4 +83,6 @@ def select(name: str, spec: CacheSpec) -> type[AttentionBackend]:
 def _checked(name: str, loaded: object) -> type[AttentionBackend]:
     if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
         raise BrokenPlugin(f"attention backend {name!r} is {loaded!r}, not a subclass of AttentionBackend")
+    if missing := getattr(loaded, "__abstractmethods__", None):
+        raise BrokenPlugin(f"attention backend {name!r} lacks {', '.join(sorted(missing))}")
     return loaded

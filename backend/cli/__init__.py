@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
+    """Run one command. Returns its exit code: 0 done, 1 failed or refused, 2 unusable options, 130 interrupted."""
     parser = Parser(prog="kvproof", description="A paged KV-cache engine backend with a verified block allocator.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (generate, backends, replay):

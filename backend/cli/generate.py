@@ -108,6 +108,9 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(f"can't read the prompts file {args.prompts_file}: {error}") from None
         prompts += [line for line in lines if line.strip()]
+    for prompt in prompts:
+        if not prompt.isprintable() and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise InvalidArgument(f"prompt {prompt!r:.60} is not Unicode text")
     if not prompts:
         raise InvalidArgument("no prompt: give --prompt TEXT or --prompts-file FILE")
     if args.system is not None and not args.chat:

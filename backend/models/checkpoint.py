@@ -40,9 +40,13 @@ def open_checkpoint(path_or_name: str | Path) -> Checkpoint:
     Raises `CheckpointError`, in one line, if it is missing, damaged or of an unsupported kind.
     """
     path = _packaged(path_or_name) if path_or_name in PACKAGED else Path(path_or_name)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:  # not ours to read, too long a name, a null character
+        raise CheckpointError(f"{path}: can't be read: {error}") from None
+    if is_folder:
         return FolderCheckpoint(path)
-    if path.is_file():
+    if is_file:
         return GGUFCheckpoint(path)
     raise CheckpointError(f"no GGUF file, folder or known model {str(path_or_name)!r}; known: {', '.join(PACKAGED)}")
 

@@ -165,7 +165,7 @@ class ManagerHarness(RuleBasedStateMachine):
                     continue  # no later token sees it
                 entry, offset = divmod(i, self.manager.block_size)
                 block = pair.real.block_table[entry]
-                source = self.model.copies[block] if block in self.model.copies else block
+                source = self.model.copies[block] if block in self.model.copies else block  # noqa: SIM401
                 read = self.memory.get((source, offset))
                 assert read == pair.model.prefix(i + 1), f"token {i} of {pair.real} reads {read}"
 

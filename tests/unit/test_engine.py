@@ -9,8 +9,17 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvproof.allocator import InvalidArgument
-from kvproof.backend import Engine, EngineStalled, FinishReason, Request, RequestRefused, SamplingParams
+from kvproof.allocator import InvalidArgument, Sequence
+from kvproof.backend import (
+    Chunk,
+    Engine,
+    EngineBackend,
+    EngineStalled,
+    FinishReason,
+    Request,
+    RequestRefused,
+    SamplingParams,
+)
 from kvproof.fuzz.machines.engine import RUNNER as TOY
 from kvproof.fuzz.machines.engine import EngineMachine, alone
 from kvproof.fuzz.toy import ToyRunner
@@ -270,3 +279,41 @@ def test_the_oracle_of_the_machine_agrees_with_a_lone_engine() -> None:
     request = it.add([1, 2, 3], params(12))
     finish(it)
     assert (request.output_token_ids, request.finish_reason) == alone((1, 2, 3), 12)
+
+
+def test_forks_copy_before_they_write() -> None:
+    """Parallel sampling by hand on an `EngineBackend`: each branch goes on as it would alone."""
+    backend = EngineBackend(ENDLESS.spec.cache_spec(num_blocks=16, block_size=4))
+    manager = backend.manager
+
+    def compute(*seqs: Sequence) -> list[int]:
+        for seq in seqs:
+            assert manager.reserve(seq, len(seq) - seq.num_computed)
+        chunks = [Chunk(seq, len(seq) - seq.num_computed) for seq in seqs]
+        tokens = ENDLESS.forward(backend.begin(chunks)).argmax(-1).tolist()
+        backend.end(chunks)
+        return tokens
+
+    first = manager.sequence([1, 2, 3, 4, 5, 6])
+    manager.admit(first)
+    compute(first)
+    second = manager.fork(first)
+    first.append(7)
+    second.append(8)
+    assert compute(first, second) == [next_alone([1, 2, 3, 4, 5, 6, token]) for token in (7, 8)]
+    manager.check()
+
+
+def next_alone(prompt: list[int]) -> int:
+    return alone_on(ENDLESS, prompt, 1)[0]
+
+
+def test_a_step_that_fails_in_sampling_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = engine()
+    request = it.add([1, 2, 3], params(4))
+    with monkeypatch.context() as patch:
+        patch.setattr("kvproof.backend.engine.sample", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            it.step()
+    finish(it)
+    assert request.output_token_ids == alone_on(ENDLESS, [1, 2, 3], 4)

@@ -82,10 +82,16 @@ def test_unknown_names_list_the_known() -> None:
         ("plug_gone:Mine", "ModuleNotFoundError"),
         ("plug_bad:NOT_A_BACKEND", "not a subclass of AttentionBackend"),
         ("plug_raises:Mine", "RuntimeError: broken build"),
+        ("plug_bad:Unfinished", "lacks _attend, capabilities"),
     ],
 )
 def test_a_broken_plugin_is_reported_and_harms_no_other(site: Path, entry: str, reason: str) -> None:
-    install(site, "plug_bad", {"bad": entry}, "NOT_A_BACKEND = 3\n")
+    install(
+        site,
+        "plug_bad",
+        {"bad": entry},
+        "from kvproof.attention import AttentionBackend as Base\nNOT_A_BACKEND = 3\nclass Unfinished(Base): pass\n",
+    )
     (site / "plug_raises.py").write_text("raise RuntimeError('broken build\\nwith details')\n")
     verdict = next(v for v in survey() if v.plugin.name == "bad")
     assert verdict.backend is None
@@ -94,6 +100,14 @@ def test_a_broken_plugin_is_reported_and_harms_no_other(site: Path, entry: str, 
     assert select("auto", spec()).name == "torch"
     with pytest.raises(BrokenPlugin, match=reason):
         select("bad", spec())
+
+
+def test_a_probe_that_raises_anything_is_a_reason(site: Path) -> None:
+    module = MODULE + "\nclass Probing(Mine):\n    @classmethod\n    def probe(cls):\n        import no_such_kernels\n"
+    install(site, "plug_probing", {"probing": "plug_probing:Probing"}, module)
+    verdict = next(v for v in survey() if v.plugin.name == "probing")
+    assert (verdict.backend, verdict.reason) == (None, "broken: ModuleNotFoundError: No module named 'no_such_kernels'")
+    assert select("auto", spec()).name == "torch"
 
 
 def test_one_name_of_two_packages_is_neither(site: Path) -> None:

@@ -238,3 +238,28 @@ def test_a_reset_is_complete_or_refused() -> None:
     assert manager.match(manager.sequence([1, 2, 3])) == 0
     assert [manager.pool.state(block) for block in range(4)] == [BlockState.FREE] * 4
     manager.check()
+
+
+def test_a_commit_that_cannot_hash_changes_nothing() -> None:
+    broken: list[bool] = [False]
+
+    def hash_block(key: bytes, parent: int) -> int:
+        if broken[0]:
+            raise RuntimeError("no hash today")
+        return len(key) + parent
+
+    manager = BlockManager(8, 2, hash_block=hash_block)
+    seq = manager.sequence([1, 2, 3, 4, 5])
+    manager.admit(seq)
+    fresh = manager.sequence([1, 2, 3, 4, 5])
+    seq.extend([6, 7, 8])
+    manager.reserve(seq, 8)
+    broken[0] = True
+    with pytest.raises(RuntimeError, match="no hash today"):
+        manager.commit(seq, 8)
+    assert seq.num_computed == 0
+    broken[0] = False
+    manager.commit(seq, 8)
+    assert manager.match(fresh) == 4
+    with pytest.raises(InvalidArgument, match="media key is b'digest', must be a str"):
+        MediaItem(b"digest", 0, 4)
