@@ -46,7 +46,7 @@ ONE = ("--prompt", "Hello", "--max-tokens", "2")
         (("generate", "--model", "x" * 300, *ONE), 1, "File name too long"),
         ((*GENERATE, "--prompt", "\udcff"), 1, "is not Unicode text"),
         ((*GENERATE, *ONE, "--dtype", "int8"), 2, "--dtype: invalid choice: 'int8'"),
-        ((*GENERATE, *ONE, "--backend", "torch", "--dtype", "float64"), 1, "backends that support this cache: reference"),
+        ((*GENERATE, *ONE, "--backend", "torch", "--dtype", "float64"), 1, "support this cache: reference"),
         ((*GENERATE, *ONE, "--backend", "nope"), 1, "unknown attention backend 'nope', known are: reference, torch"),
         ((*GENERATE, *ONE, "--max-num-batched-tokens", "8"), 1, "max_num_batched_tokens is 8"),
         (("generate", "--model", "/no/such/model.gguf", *ONE), 1, "/no/such/model.gguf"),
