@@ -108,6 +108,14 @@ def published_too_early(manager: BlockManager, seq: Sequence) -> None:
     seq._num_computed = 3
 
 
+def written_by_two(manager: BlockManager, seq: Sequence) -> None:
+    thief = manager.sequence([9])
+    manager.admit(thief)
+    manager.pool.release(thief.block_table[0])
+    manager.pool.share(4)
+    thief._table = array("i", [4])
+
+
 def other_namespace(manager: BlockManager, seq: Sequence) -> None:
     seq.namespace = Namespace(salt="y")
 
@@ -139,6 +147,7 @@ def rewritten_tokens(manager: BlockManager, seq: Sequence) -> None:
         (short_table, "I7"),
         (computed_without_slot, "I7"),
         (published_too_early, "I6"),
+        (written_by_two, "I5"),
         (other_namespace, "I9"),
         (swapped_table, "I3"),
         (rewritten_tokens, "I3"),
