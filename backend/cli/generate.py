@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvproof.allocator import InvalidArgument, InvariantViolation
+from kvproof.cli.common import count, on_terminal
 
 if TYPE_CHECKING:
     from kvproof.backend.llm import LLM, Completion
@@ -36,10 +37,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompts-file", type=Path, metavar="FILE", help="more prompts, one a line")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system prompt, with --chat")
-    parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="serve all prompts N times, in rounds")
+    parser.add_argument("--repeat", type=count, default=1, metavar="N", help="serve all prompts N times, in rounds")
 
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=_count, default=64, metavar="N", help="most new tokens (default 64)")
+    sampling.add_argument("--max-tokens", type=count, default=64, metavar="N", help="most new tokens (default 64)")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest; 0 for all")
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample within total probability P")
@@ -49,25 +50,15 @@ def add_parser(commands: Any) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--backend", default="auto", metavar="NAME", help="attention backend (see kvproof backends)")
     engine.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
-    engine.add_argument("--block-size", type=_count, default=16, metavar="B", help="token slots a block (default 16)")
-    engine.add_argument("--num-blocks", type=_count, metavar="N", help="blocks in the KV cache (default: 1 GiB)")
-    engine.add_argument("--max-num-seqs", type=_count, default=32, metavar="N", help="most running sequences")
+    engine.add_argument("--block-size", type=count, default=16, metavar="B", help="token slots a block (default 16)")
+    engine.add_argument("--num-blocks", type=count, metavar="N", help="blocks in the KV cache (default: 1 GiB)")
+    engine.add_argument("--max-num-seqs", type=count, default=32, metavar="N", help="most running sequences")
     engine.add_argument(
-        "--max-num-batched-tokens", type=_count, default=512, metavar="N", help="most tokens a step (default 512)"
+        "--max-num-batched-tokens", type=count, default=512, metavar="N", help="most tokens a step (default 512)"
     )
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt in full")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-_count.__name__ = "integer"  # argparse names it when `text` is no number
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,8 +100,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             raise InvalidArgument(f"can't read the prompts file {args.prompts_file}: {error}") from None
         prompts += [line for line in lines if line.strip()]
     for prompt in prompts:
-        if not prompt.isprintable() and any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise InvalidArgument(f"prompt {prompt!r:.60} is not Unicode text")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"prompt {prompt!r:.60} is not Unicode text") from None
     if not prompts:
         raise InvalidArgument("no prompt: give --prompt TEXT or --prompts-file FILE")
     if args.system is not None and not args.chat:
@@ -126,7 +119,7 @@ def _load(args: argparse.Namespace) -> LLM:
 
     require_known(args.backend)  # before minutes are spent on loading a model
     columns = (TextColumn("loading {task.fields[model]}"), BarColumn())
-    with Progress(*columns, **_on_terminal()) as bar:
+    with Progress(*columns, **on_terminal()) as bar:
         task = bar.add_task("", total=None, model=args.model)
         return LLM(
             args.model,
@@ -183,7 +176,7 @@ def _generate(llm: LLM, texts: list[str], params: SamplingParams, label: str) ->
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
-    with Progress(*columns, **_on_terminal()) as bar:
+    with Progress(*columns, **on_terminal()) as bar:
         task = bar.add_task("", total=len(texts) * params.max_tokens)
 
         def on_token(request: Request) -> None:
@@ -213,11 +206,3 @@ def _print(report: Report) -> None:
         f"blocks: {blocks['peak_used']} of {blocks['total']} used at the peak, {blocks['free']} free now; "
         "every invariant holds"
     )
-
-
-def _on_terminal() -> dict[str, Any]:
-    """Options of a progress bar that shows on a terminal only, and leaves nothing behind."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    return {"console": console, "transient": True, "disable": not console.is_interactive}

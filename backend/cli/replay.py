@@ -15,6 +15,7 @@ from kvproof.allocator import EvictionPolicy, InvalidArgument, KvproofError
 from kvproof.allocator.replay import ReplayResult, default_pool_sizes, replay
 from kvproof.allocator.traces import SESSION_SPACING, Request, Trace, TraceError, read_trace
 from kvproof.cli.chart import line_chart
+from kvproof.cli.common import count, on_terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -41,19 +42,19 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("trace", type=Path, metavar="TRACE", help="trace file")
     parser.add_argument(
-        "--num-blocks", type=_count, nargs="+", default=[], metavar="N",
+        "--num-blocks", type=count, nargs="+", default=[], metavar="N",
         help="pool sizes to try (default: from the longest prompt to all distinct blocks, in powers of four)",
     )  # fmt: skip
     parser.add_argument("--policy", nargs="+", default=["lru"], metavar="NAME", help="eviction policies (default lru)")
     parser.add_argument(
-        "--block-size", type=_count, metavar="B", help="tokens in a block, divides the trace's own (the default)"
+        "--block-size", type=count, metavar="B", help="tokens in a block, divides the trace's own (the default)"
     )
     parser.add_argument(
         "--by-tokens", action="store_true",
         help="replay token by token: slower, and exact, as a prompt's partial last block is not cached",
     )  # fmt: skip
-    parser.add_argument("--concurrency", type=_count, default=1, metavar="N", help="requests held at once (default 1)")
-    parser.add_argument("--limit", type=_count, metavar="N", help="replay the first N requests only")
+    parser.add_argument("--concurrency", type=count, default=1, metavar="N", help="requests held at once (default 1)")
+    parser.add_argument("--limit", type=count, metavar="N", help="replay the first N requests only")
     parser.add_argument(
         "--spacing", type=float, default=SESSION_SPACING, metavar="SECONDS",
         help=f"between the starts of sessions (default {SESSION_SPACING:g})",
@@ -61,16 +62,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--plot", type=_svg, metavar="FILE.svg", help="draw hit rate over pool size")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-_count.__name__ = "integer"  # argparse names it when `text` is no number
 
 
 def _svg(text: str) -> Path:
@@ -193,17 +184,13 @@ def _plot(args: argparse.Namespace, results: Mapping[str, list[ReplayResult]]) -
 
 
 def _progress() -> Progress:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("requests"),
         TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_interactive,  # or it leaves an empty line behind
+        **on_terminal(),
     )
