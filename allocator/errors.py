@@ -36,4 +36,13 @@ class InvariantViolation(KvproofError, AssertionError):
 def require_int(name: str, value: int, low: int, high: int) -> None:
     """Raise `InvalidArgument` unless `value` is an integer from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
-        raise InvalidArgument(f"{name} is {value!r}, must be an integer from {low} to {high}")
+        raise InvalidArgument(f"{name} is {shown(value)}, must be an integer from {low} to {high}")
+
+
+def shown(value: object) -> str:
+    """`repr` for a message, also for integers so long that Python refuses to write them out."""
+    try:
+        return repr(value)
+    except ValueError:
+        size = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        return f"<{type(value).__name__}{size}>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvproof.allocator.errors import SequenceStateError
+from kvproof.allocator.errors import SequenceStateError, shown
 from kvproof.allocator.index import Node
 from kvproof.allocator.pool import BlockPool
 from kvproof.allocator.sequence import Sequence
@@ -30,7 +30,7 @@ class Flights:
         oldest = next(iter(self._parked), None)
         if step != oldest or type(step) is not int:
             in_flight = "none is in flight" if oldest is None else f"{oldest} is the oldest in flight"
-            raise SequenceStateError(f"step {step} can't retire: {in_flight}")
+            raise SequenceStateError(f"step {shown(step)} can't retire: {in_flight}")
         for block in self._parked.pop(step):
             self._pool.release(block)
 

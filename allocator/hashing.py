@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kvproof.allocator.errors import InvalidArgument
+from kvproof.allocator.errors import InvalidArgument, shown
 
 HashBlock = Callable[[bytes, int], int]
 """`hash_block(tokens, parent_hash)`: tokens are one whole block as little-endian int32."""
@@ -38,7 +38,7 @@ class Namespace:
     def __post_init__(self) -> None:
         for name, value in (("salt", self.salt), ("adapter", self.adapter)):
             if value is not None and type(value) is not str:
-                raise InvalidArgument(f"{name} is {value!r}, must be a string or None")
+                raise InvalidArgument(f"{name} is {shown(value)}, must be a string or None")
 
     def root_hash(self, hash_block: HashBlock) -> int:
         """The hash that the first block of every sequence in this namespace is chained to."""

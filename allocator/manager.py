@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvproof.allocator.audit import audit
-from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int
+from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int, shown
 from kvproof.allocator.flight import Flights
 from kvproof.allocator.hashing import SHARED, HashBlock, Namespace, xxh3_chained
 from kvproof.allocator.media import MediaItem, checked_media, clip_media
@@ -98,7 +98,6 @@ class BlockManager:
         hash_block: HashBlock = xxh3_chained,
     ) -> None:
         require_int("block_size", block_size, 1, MAX_LENGTH)
-        require_int("watermark", watermark, 0, MAX_LENGTH)
         if window is not None:
             require_int("window", window, 1, MAX_LENGTH)
         self.block_size = block_size
@@ -115,6 +114,7 @@ class BlockManager:
         )
         self.pool = self._prefixes.pool
         self.index = self._prefixes.index
+        require_int("watermark", watermark, 0, self.num_blocks)
         self._admitted: dict[Sequence, None] = {}  # a set that keeps its order
         self._flights = Flights(self.pool)
         self._pins: set[Pin] = set()
@@ -136,9 +136,9 @@ class BlockManager:
         return self.num_blocks - self.pool.num_free
 
     @property
-    def sequences(self) -> Iterator[Sequence]:
-        """The admitted sequences, in order of admission."""
-        return iter(self._admitted)
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The sequences that are admitted at this moment, in order of admission."""
+        return tuple(self._admitted)
 
     @property
     def held_otherwise(self) -> list[int]:
@@ -158,6 +158,8 @@ class BlockManager:
         `max_length` declares how many tokens' KV it will ever hold. With it, `admit` refuses from the start what could
         not finish even alone. Without it, a sequence that outgrows the pool finds out at `reserve`.
         """
+        if not isinstance(namespace, Namespace):
+            raise InvalidArgument(f"namespace is {shown(namespace)}, must be a Namespace")
         return Sequence(self, tokens, max_length, namespace, checked_media(media))
 
     def match(self, seq: Sequence) -> int:
@@ -249,16 +251,16 @@ class BlockManager:
     def fork(self, seq: Sequence) -> Sequence:
         """A sequence that begins as a copy of `seq`, on the same blocks. Takes no block; the first write copies one.
 
-        Raises `SequenceStateError` while slots are reserved that are not computed: they can have one owner only.
+        Raises `SequenceStateError` while slots are reserved that are not computed: they can have one owner only. Raises
+        `InvalidArgument` for a sequence that has outgrown its `max_length`.
         """
         self._admitted_here(seq)
         if seq._num_reserved != seq._num_computed:
             raise SequenceStateError(f"{seq} can't be forked: it has reserved slots that are not computed")
-        child = Sequence(self, seq._tokens, seq.max_length, seq.namespace, seq.media)
+        self._lifetime(seq)
+        child = seq._fork()
         for block in self._real(seq._table):
             self.pool.share(block)
-        child._hashes, child._table = seq._hashes[:], seq._table[:]
-        child._num_computed = child._num_reserved = seq._num_computed
         self._admitted[child] = None
         return child
 
@@ -359,10 +361,7 @@ class BlockManager:
             raise SequenceStateError(f"{seq} is admitted already")
         if limit is not None:
             require_int("limit", limit, 1, MAX_LENGTH)
-        lifetime = len(seq) if seq.max_length is None else seq.max_length
-        if len(seq) > lifetime:
-            raise InvalidArgument(f"{seq} has outgrown its max_length {lifetime}")
-        if self._blocks_for(lifetime) > self.num_blocks:
+        if self._blocks_for(self._lifetime(seq)) > self.num_blocks:
             return _Quote(Admission.NEVER, [], 0, 0)
         hits = self._hits(seq)
         num_cached = len(hits) * self.block_size
@@ -412,6 +411,14 @@ class BlockManager:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _lifetime(self, seq: Sequence) -> int:
+        """How many tokens the sequence will hold, as far as is known now. Raises `InvalidArgument` if it holds more."""
+        if seq.max_length is None:
+            return len(seq)
+        if len(seq) > seq.max_length:
+            raise InvalidArgument(f"{seq} has outgrown its max_length {seq.max_length}")
+        return seq.max_length
 
     def _own(self, seq: Sequence) -> None:
         if seq._manager is not self:

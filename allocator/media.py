@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from kvproof.allocator.errors import InvalidArgument, require_int
+from kvproof.allocator.errors import InvalidArgument, require_int, shown
 
 MAX_POSITION = 2**31 - 1
 
@@ -24,7 +24,7 @@ class MediaItem:
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, str):
-            raise InvalidArgument(f"media key is {self.key!r}, must be a str")
+            raise InvalidArgument(f"media key is {shown(self.key)}, must be a str")
         require_int("media start", self.start, 0, MAX_POSITION)
         require_int("media length", self.length, 1, MAX_POSITION - self.start)
 
@@ -51,8 +51,12 @@ def clip_media(media: tuple[MediaItem, ...], stop: int) -> tuple[MediaItem, ...]
 
 
 def checked_media(media: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
-    """The items in order of position. Raises `InvalidArgument` when two of them overlap."""
-    ordered = tuple(sorted(media, key=lambda item: item.start))
+    """The items in order of position. Raises `InvalidArgument` when two of them overlap, or one is no `MediaItem`."""
+    items = tuple(media)
+    for item in items:
+        if not isinstance(item, MediaItem):
+            raise InvalidArgument(f"media holds {shown(item)}, must be MediaItems")
+    ordered = tuple(sorted(items, key=lambda item: item.start))
     for before, after in pairwise(ordered):
         if before.stop > after.start:
             raise InvalidArgument(f"media item {after.key!r} starts at {after.start}, inside {before.key!r}")

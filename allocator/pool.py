@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from kvproof.allocator.errors import IllegalTransition, require_int
+from kvproof.allocator.errors import IllegalTransition, require_int, shown
 from kvproof.allocator.policy import LRU, EvictionPolicy
 
 MAX_BLOCKS = 2**31 - 1  # block ids are int32 in every block table
@@ -76,7 +76,7 @@ class BlockPool(Generic[Content]):
         if not self.num_reserved <= block < self.num_blocks:  # a negative index would find the last block
             what = "block {} is reserved" if 0 <= block < self.num_reserved else "there is no block {}"
             usable = f"{self.num_reserved} to {self.num_blocks - 1}"
-            raise IllegalTransition(f"{what.format(block)}, the pool has {usable}")
+            raise IllegalTransition(f"{what.format(shown(block))}, the pool has {usable}")
         return self._refs[block]
 
     def content(self, block: int) -> Content | None:

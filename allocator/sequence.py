@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from array import array
 from collections.abc import Iterable
 
-from kvproof.allocator.errors import InvalidArgument, require_int
+from kvproof.allocator.errors import InvalidArgument, require_int, shown
 from kvproof.allocator.hashing import Namespace
 from kvproof.allocator.media import MediaItem, media_in
 
@@ -94,6 +95,13 @@ class Sequence:
         """One more token is known, usually the one just sampled. It has no slot before `reserve` gives it one."""
         self.extend((token,))
 
+    def _fork(self) -> Sequence:
+        """A copy on the same blocks. It has taken no reference to them: that is the manager's part."""
+        child = copy.copy(self)
+        child._tokens, child._hashes, child._table = self._tokens[:], self._hashes[:], self._table[:]
+        child._num_cached, child._flight = 0, None
+        return child
+
     def extend(self, tokens: Iterable[int]) -> None:
         """More tokens are known. Raises `InvalidArgument`, and adds none, unless all are in 0 to `MAX_TOKEN_ID`."""
         self._tokens.extend(_token_array(tokens))
@@ -103,18 +111,23 @@ def _token_array(tokens: Iterable[int]) -> array[int]:
     """A private int32 copy of `tokens`, so that what the caller does to a list later can't reach the cache."""
     values: list[int] = []
     try:
-        values = list(tokens)  # an array would take bytes for its own memory
-        copy = array("i", values)
+        if isinstance(tokens, array) and tokens.typecode == "i":
+            private = tokens[:]
+        else:
+            values = list(tokens)  # an array would take bytes for its own memory
+            private = array("i", values)
+            if bool in map(type, values):
+                raise TypeError  # to an array, True is 1
     except (OverflowError, TypeError):
         bad = next((value for value in values if not _is_token_id(value)), tokens)
-        raise InvalidArgument(f"{bad!r} is no token id, must be an integer from 0 to {MAX_TOKEN_ID}") from None
-    if copy and min(copy) < 0:
-        raise InvalidArgument(f"{min(copy)} is no token id, must be an integer from 0 to {MAX_TOKEN_ID}")
-    return copy
+        raise InvalidArgument(f"{shown(bad)} is no token id, must be an integer from 0 to {MAX_TOKEN_ID}") from None
+    if private and min(private) < 0:
+        raise InvalidArgument(f"{min(private)} is no token id, must be an integer from 0 to {MAX_TOKEN_ID}")
+    return private
 
 
 def _is_token_id(value: int) -> bool:
     try:
-        return array("i", (value,))[0] >= 0
+        return type(value) is not bool and array("i", (value,))[0] >= 0
     except (OverflowError, TypeError):
         return False

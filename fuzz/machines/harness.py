@@ -106,6 +106,7 @@ class ManagerHarness(RuleBasedStateMachine):
         watermark: int,
     ) -> None:
         usable, num_blocks = num_blocks, num_blocks + (null_block or window is not None)
+        watermark = min(watermark, usable)
         self.manager = self.make_manager(
             num_blocks,
             block_size,

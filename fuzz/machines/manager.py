@@ -234,6 +234,13 @@ class ManagerMachine(ManagerHarness):
             lambda: manager.retire(-1),
             lambda: MediaItem("k", 0, 0),
             lambda: manager.sequence([0], media=[MediaItem("k", 0, 2), MediaItem("l", 1, 2)]),
+            lambda: manager.sequence([0], namespace="x"),  # type: ignore[arg-type]
+            lambda: seq.append(True),
+            lambda: manager.reserve(seq, 10**5000),
+            lambda: manager.retire(10**5000),
+            lambda: manager.fork(foreign),
+            lambda: manager.pin(foreign),
+            lambda: manager.launch([seq, foreign]),
         )
         self.refused(calls[which % len(calls)], f"misuse {which % len(calls)}")
 

@@ -114,6 +114,10 @@ OPERATIONS: dict[str, Callable[[BlockManager, Sequence], object]] = {
     "reserve": lambda manager, seq: manager.reserve(seq, 0),
     "commit": lambda manager, seq: manager.commit(seq, 0),
     "release": lambda manager, seq: manager.release(seq),
+    "fork": lambda manager, seq: manager.fork(seq),
+    "truncate": lambda manager, seq: manager.truncate(seq, 1),
+    "pin": lambda manager, seq: manager.pin(seq),
+    "launch": lambda manager, seq: manager.launch([seq]),
 }
 
 
@@ -128,7 +132,7 @@ def test_a_sequence_of_another_manager(name: str) -> None:
     assert (fingerprint(manager), fingerprint(other)) == (before, before_other)
 
 
-@pytest.mark.parametrize("name", ["reserve", "commit", "release"])
+@pytest.mark.parametrize("name", ["reserve", "commit", "release", "fork", "truncate", "pin", "launch"])
 def test_a_sequence_that_is_not_admitted(name: str) -> None:
     manager = BlockManager(8, 2)
     running(manager, 3, 2)
@@ -329,3 +333,72 @@ def test_a_salt_of_any_characters() -> None:
     assert manager.admit(seq) is Admission.NOW
     manager.commit(seq)
     assert manager.match(manager.sequence([1, 2], namespace=Namespace(salt="\ud800"))) == 1
+
+
+def test_two_managers_do_not_mix() -> None:
+    """A launch that names one foreign sequence launches none, and receipts are good where they were written."""
+    here, there = BlockManager(4, 1), BlockManager(4, 1)
+    mine, theirs = running(here, 2, 2), running(there, 2, 2)
+    states = fingerprint(here), fingerprint(there)
+    with pytest.raises(SequenceStateError, match="belongs to another manager"):
+        here.launch([mine, theirs])
+    assert (fingerprint(here), fingerprint(there)) == states
+    assert here.launch([mine]) == 0  # no step number was used up
+    pin = here.pin(mine)
+    states = fingerprint(here), fingerprint(there)
+    with pytest.raises(SequenceStateError, match="another manager's"):
+        there.unpin(pin)
+    with pytest.raises(SequenceStateError, match="none is in flight"):
+        there.retire(0)
+    assert (fingerprint(here), fingerprint(there)) == states
+
+
+def test_all_sequences_can_be_released_in_a_loop_over_them() -> None:
+    manager = BlockManager(8, 2)
+    seqs = [running(manager, 2) for _ in range(3)]
+    assert manager.sequences == tuple(seqs)
+    for seq in manager.sequences:
+        manager.release(seq)
+    assert manager.sequences == ()
+
+
+def test_a_fork_copies_its_tokens_without_reading_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 5, 5, max_length=6)
+    monkeypatch.setattr("kvproof.allocator.sequence._token_array", None)
+    child = manager.fork(seq)
+    monkeypatch.undo()
+    child.append(9)
+    assert (seq.tokens().tolist(), child.tokens().tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 9])
+    assert (child.max_length, child.num_computed, child.num_reserved, child.num_cached) == (6, 5, 5, 0)
+    assert child.block_table is not seq.block_table
+
+
+def test_a_fork_of_a_sequence_that_outgrew_its_declaration() -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 3, 3, max_length=3)
+    seq.append(3)
+    before = fingerprint(manager)
+    with pytest.raises(InvalidArgument, match=r"^<Sequence of 4 tokens, .*> has outgrown its max_length 3$"):
+        manager.fork(seq)
+    assert fingerprint(manager) == before
+
+
+@pytest.mark.parametrize("value", [-1, 5, 2**31, True, 1.0])
+def test_a_watermark_is_within_the_pool(value: int) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        BlockManager(5, 2, watermark=value, reserve_null_block=True)
+    assert str(error.value) == f"watermark is {value!r}, must be an integer from 0 to 4"
+    assert BlockManager(5, 2, watermark=4, reserve_null_block=True).watermark == 4
+
+
+@pytest.mark.parametrize("value", BAD_COUNTS)
+def test_lookahead_out_of_range(value: int) -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 3, 3)
+    before = fingerprint(manager)
+    with pytest.raises(InvalidArgument) as error:
+        manager.reserve(seq, 0, lookahead=value)
+    assert str(error.value) == f"lookahead is {value!r}, must be an integer from 0 to 2147483647"
+    assert fingerprint(manager) == before
+    assert manager.reserve(seq, 0, lookahead=2**31 - 1) is False

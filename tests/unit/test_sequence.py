@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from kvproof.allocator import Admission, BlockManager, InvalidArgument
+from kvproof.allocator import (
+    Admission,
+    BlockManager,
+    IllegalTransition,
+    InvalidArgument,
+    MediaItem,
+    Namespace,
+    SequenceStateError,
+)
 
 
 @pytest.fixture
@@ -52,7 +60,9 @@ def test_any_iterable_of_integers(manager: BlockManager, tokens: Iterable[int]) 
     assert seq.tokens() == array("i", [97, 98, 99, 100])
 
 
-@pytest.mark.parametrize("bad", [-1, -(2**31), 2**31, 2**32, -(2**70), 10**30, 1.5, 2.0, "7", "abc", None, [1]])
+@pytest.mark.parametrize(
+    "bad", [-1, -(2**31), 2**31, 2**32, -(2**70), 10**30, True, False, 1.5, 2.0, "7", "abc", None, [1]]
+)
 def test_what_is_no_token_id_adds_nothing(manager: BlockManager, bad: int) -> None:
     message = re.escape(f"{bad!r} is no token id, must be an integer from 0 to 2147483647")
     seq = manager.sequence([1, 2])
@@ -130,3 +140,52 @@ def test_the_counts_of_a_life(manager: BlockManager) -> None:
     assert counts() == (6, 6, 4, 4, 3)
     manager.release(seq)
     assert counts() == (6, 0, 0, 4, 0)  # num_cached still speaks of the last admission
+
+
+HUGE = 10**5000  # too long for Python to write out
+
+
+@pytest.mark.parametrize("bad", [HUGE, -HUGE, True], ids=["huge", "minus huge", "True"])
+def test_numbers_that_cannot_be_written_out_are_refused_like_others(manager: BlockManager, bad: int) -> None:
+    shown = "True" if bad is True else "<int of 16610 bits>"
+    seq = manager.sequence([1, 2])
+    assert manager.admit(seq) is Admission.NOW
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("is no token id", lambda: manager.sequence([1, bad])),
+        ("is no token id", lambda: seq.append(bad)),
+        ("max_length is", lambda: manager.sequence([1], max_length=bad)),
+        ("n is", lambda: manager.reserve(seq, bad)),
+        ("lookahead is", lambda: manager.reserve(seq, 0, lookahead=bad)),
+        ("n is", lambda: manager.commit(seq, bad)),
+        ("length is", lambda: manager.truncate(seq, bad)),
+        ("limit is", lambda: manager.can_admit(manager.sequence([1]), bad)),
+        ("num_blocks is", lambda: BlockManager(bad, 1)),
+        ("block_size is", lambda: BlockManager(1, bad)),
+        ("watermark is", lambda: BlockManager(1, 1, watermark=bad)),
+        ("window is", lambda: BlockManager(2, 1, window=bad)),
+        ("media start is", lambda: MediaItem("k", bad, 1)),
+        ("media length is", lambda: MediaItem("k", 0, bad)),
+        ("salt is", lambda: Namespace(salt=bad)),  # type: ignore[arg-type]
+    ]
+    for what, call in calls:
+        with pytest.raises(InvalidArgument) as error:
+            call()
+        assert what in str(error.value)
+        assert shown in str(error.value)
+    with pytest.raises(SequenceStateError, match=re.escape(f"step {shown} can't retire")):
+        manager.retire(bad)
+    if bad is not True:
+        with pytest.raises(IllegalTransition, match=re.escape(f"there is no block {shown}, the pool has 0 to 7")):
+            manager.pool.refs(bad)
+
+
+@pytest.mark.parametrize("namespace", ["x", None, ("x", None), Namespace])
+def test_a_namespace_is_a_namespace(manager: BlockManager, namespace: Namespace) -> None:
+    expected = f"namespace is {namespace!r}, must be a Namespace"
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(expected)}$"):
+        manager.sequence([1], namespace=namespace)
+
+
+def test_media_are_media_items(manager: BlockManager) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape("media holds 'x', must be MediaItems")):
+        manager.sequence([1], media=[MediaItem("k", 0, 1), "x"])  # type: ignore[list-item]
