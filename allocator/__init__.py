@@ -15,7 +15,7 @@ from kvproof.allocator.hashing import HashBlock, Namespace, xxh3_chained
 from kvproof.allocator.index import Node, PrefixIndex
 from kvproof.allocator.manager import NULL_BLOCK, Admission, BlockManager, Merge, Pin
 from kvproof.allocator.media import MediaItem
-from kvproof.allocator.policy import LRU, EvictionPolicy
+from kvproof.allocator.policy import FIFO, LRU, EvictionPolicy
 from kvproof.allocator.pool import BlockPool, BlockState
 from kvproof.allocator.sequence import Sequence
 
@@ -25,6 +25,7 @@ __all__ = [
     "BlockPool",
     "BlockState",
     "EvictionPolicy",
+    "FIFO",
     "HashBlock",
     "IllegalTransition",
     "InvalidArgument",

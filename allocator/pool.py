@@ -57,6 +57,8 @@ class BlockPool(Generic[Content]):
         self.num_reserved = num_reserved
         self._refs = [0] * num_blocks
         self._content: list[Content | None] = [None] * num_blocks
+        self._published = [0] * num_blocks  # when it got its content
+        self.clock = 0  # blocks taken so far
         # Blocks without content, a stack: the last released is the likeliest to be in a processor's cache.
         self._empty = list(range(num_blocks - 1, num_reserved - 1, -1))
         self._cached = policy if policy is not None else LRU()
@@ -66,6 +68,10 @@ class BlockPool(Generic[Content]):
     def num_free(self) -> int:
         """Blocks that `take` could hand out: FREE and CACHED ones."""
         return len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     def free_lists(self) -> tuple[list[int], list[int]]:
         """The FREE blocks and the CACHED ones, each in the order in which they will be taken."""
@@ -84,6 +90,11 @@ class BlockPool(Generic[Content]):
         self.refs(block)  # there is such a block
         return self._content[block]
 
+    def age(self, block: int) -> int:
+        """How many blocks were taken since `block` last got content."""
+        self.refs(block)  # there is such a block
+        return self.clock - self._published[block]
+
     def state(self, block: int) -> BlockState:
         if 0 <= block < self.num_reserved:
             return BlockState.RESERVED
@@ -100,6 +111,7 @@ class BlockPool(Generic[Content]):
         return [self._take() for _ in range(n)]
 
     def _take(self) -> int:
+        self.clock += 1
         if not self._empty:
             self._evict()
         block = self._empty.pop()
@@ -138,13 +150,14 @@ class BlockPool(Generic[Content]):
             if self._content[block] is None:
                 self._empty.append(block)
             else:
-                self._cached.insert(block)
+                self._cached.insert(block, self._published[block])
 
     def publish(self, block: int, content: Content) -> None:
         """Make a referenced block findable by `content`."""
         if self.refs(block) == 0 or self._content[block] is not None:
             raise IllegalTransition(f"block {block} is {self.state(block)}: only an active block can be published")
         self._content[block] = content
+        self._published[block] = self.clock
 
     def withdraw(self, block: int) -> None:
         """Take a block's content away, whoever references it."""

@@ -38,7 +38,8 @@ def _clip(media: Media, stop: int) -> Media:
 
 
 class ModelManager:
-    """`newest_first` models a policy that evicts the latest released block: the worst choice, parents first."""
+    """`policy` is the order of eviction: "lru", "fifo", or "newest first", which evicts the latest released block: the
+    worst choice, parents first."""
 
     def __init__(
         self,
@@ -47,20 +48,22 @@ class ModelManager:
         *,
         caching: bool = True,
         merge: bool = True,
-        newest_first: bool = False,
+        policy: str = "lru",
         null_block: bool = False,
         window: int | None = None,
         watermark: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.caching, self.merge, self.newest_first = caching, merge, newest_first
+        self.caching, self.merge, self.policy = caching, merge, policy
         self.window, self.watermark = window, watermark
         first = 1 if null_block or window else 0  # block 0 stands for what is not there
         self.usable = num_blocks - first
         self.refs = [0] * num_blocks
         self.holds: dict[int, Prefix] = {}  # findable content by block, in order of publication
         self.empty = list(range(first, num_blocks))[::-1]  # taken from the end
-        self.cached: list[int] = []  # taken from the start (from the end when newest_first)
+        self.cached: list[int] = []  # in order of release
+        self.taken = 0  # blocks so far: the clock
+        self.published: dict[int, int] = {}  # when a block last got content
         self.sequences: list[ModelSequence] = []  # admitted
         self.copies: dict[int, int] = {}  # destination: source
         self.flights: dict[int, list[int]] = {}  # steps in flight, with the blocks parked until they retire
@@ -147,6 +150,7 @@ class ModelManager:
                     merges.append((entry, block, keeper))
                 elif entry == 0 or self.holder(seq.prefix(seq.computed - self.block_size)) is not None:
                     self.holds[block] = prefix
+                    self.published[block] = self.taken
         if self.window:
             for entry in range(min(len(seq.table), max(0, seq.computed - self.window + 1) // self.block_size)):
                 block, seq.table[entry] = seq.table[entry], 0
@@ -241,6 +245,7 @@ class ModelManager:
             (self.cached if block in self.holds else self.empty).append(block)
 
     def take(self) -> int:
+        self.taken += 1
         if not self.empty:
             self.evict()
         block = self.empty.pop()
@@ -248,8 +253,14 @@ class ModelManager:
         return block
 
     def evict(self) -> None:
-        self.forget(self.cached[-1 if self.newest_first else 0])
+        self.forget(self.to_evict()[0])
         self.forget_unreachable()
+
+    def to_evict(self) -> list[int]:
+        """The cached blocks, next victim first."""
+        if self.policy == "fifo":
+            return sorted(self.cached, key=lambda block: self.published[block])  # stable: ties in order of release
+        return self.cached[::-1] if self.policy == "newest first" else self.cached
 
     def forget_unreachable(self) -> None:
         for block in sorted(self.holds):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 
-from kvproof.allocator import BlockManager, BlockPool, PrefixIndex, Sequence
+from kvproof.allocator import FIFO, BlockManager, BlockPool, PrefixIndex, Sequence
 from kvproof.allocator.flight import Flights
 from kvproof.allocator.prefix import PrefixCache
 
@@ -468,6 +468,30 @@ FAULTS = (
         "range(num_blocks - 1, num_reserved - 1, -1)",
         "range(num_blocks - 1, -1, -1)",
         "padding writes where a sequence reads (sglang#32477)",
+    ),
+    Fault(
+        "a hit makes a block young again",
+        BlockPool,
+        "release",
+        "self._published[block])",
+        "self.clock)",
+        "first in, first out becomes least recently used",
+    ),
+    Fault(
+        "new content is as old as the block's last",
+        BlockPool,
+        "publish",
+        "self._published[block] = self.clock",
+        "self._published[block] = self._published[block] or self.clock",
+        "FIFO evicts what has just been computed",
+    ),
+    Fault(
+        "parents first among equals",
+        FIFO,
+        "insert",
+        "(published, self._num_inserted, block)",
+        "(published, -self._num_inserted, block)",
+        "a prompt loses its head, and everything with it",
     ),
 )
 

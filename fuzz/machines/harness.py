@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from kvproof.allocator import (
+    FIFO,
     LRU,
     Admission,
     BlockManager,
+    EvictionPolicy,
     Namespace,
     Pin,
     Sequence,
@@ -48,6 +50,9 @@ class NewestFirst(LRU):
 
     def __iter__(self) -> Iterator[int]:
         return reversed(self._order)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "fifo": FIFO, "newest first": NewestFirst}
 
 
 def weakened(bits: int) -> Callable[[bytes, int], int]:
@@ -87,7 +92,7 @@ class ManagerHarness(RuleBasedStateMachine):
         block_size=st.sampled_from((1, 2, 3, 4)),
         caching=st.sampled_from((True, True, True, False)),
         merge=st.booleans(),
-        newest_first=st.booleans(),
+        policy=st.sampled_from(tuple(POLICIES)),
         hash_bits=st.sampled_from((0, 1, 4, 64)),
         null_block=st.sampled_from((False, False, True)),
         window=st.sampled_from((None, None, 1, 2, 3, 5, 9)),
@@ -99,7 +104,7 @@ class ManagerHarness(RuleBasedStateMachine):
         block_size: int,
         caching: bool,
         merge: bool,
-        newest_first: bool,
+        policy: str,
         hash_bits: int,
         null_block: bool,
         window: int | None,
@@ -112,7 +117,7 @@ class ManagerHarness(RuleBasedStateMachine):
             block_size,
             prefix_caching=caching,
             merge_duplicates=merge,
-            policy=NewestFirst() if newest_first else LRU(),
+            policy=POLICIES[policy](),
             hash_block=weakened(hash_bits),
             reserve_null_block=null_block,
             window=window,
@@ -123,7 +128,7 @@ class ManagerHarness(RuleBasedStateMachine):
             block_size,
             caching=caching,
             merge=merge,
-            newest_first=newest_first,
+            policy=policy,
             null_block=null_block,
             window=window,
             watermark=watermark,
@@ -143,8 +148,7 @@ class ManagerHarness(RuleBasedStateMachine):
         manager, model = self.manager, self.model
         blocks = range(manager.pool.num_reserved, manager.pool.num_blocks)
         assert [manager.pool.refs(block) for block in blocks] == [model.refs[block] for block in blocks]
-        cached = model.cached[::-1] if model.newest_first else model.cached
-        assert manager.pool.free_lists() == (model.empty[::-1], cached)
+        assert manager.pool.free_lists() == (model.empty[::-1], model.to_evict())
         assert {block for block in blocks if manager.pool.content(block) is not None} == set(model.holds)
         for pair in filter(None, self.slots):
             real, seq = pair.real, pair.model

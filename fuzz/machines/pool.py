@@ -10,8 +10,8 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvproof.allocator import LRU, BlockPool, BlockState, IllegalTransition
-from kvproof.fuzz.machines.harness import NewestFirst
+from kvproof.allocator import BlockPool, BlockState, IllegalTransition
+from kvproof.fuzz.machines.harness import POLICIES
 
 FREE, ACTIVE, PUBLISHED, CACHED, RESERVED = BlockState
 
@@ -27,20 +27,23 @@ BLOCKS = st.integers(-1, MAX_BLOCKS)  # one too low, and often one too high
 
 class PoolMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(1, MAX_BLOCKS), num_reserved=st.sampled_from((0, 0, 1, 2)), newest_first=st.booleans()
+        num_blocks=st.integers(1, MAX_BLOCKS),
+        num_reserved=st.sampled_from((0, 0, 1, 2)),
+        policy=st.sampled_from(tuple(POLICIES)),
     )
-    def start(self, num_blocks: int, num_reserved: int, newest_first: bool) -> None:
+    def start(self, num_blocks: int, num_reserved: int, policy: str) -> None:
         num_reserved = min(num_reserved, num_blocks - 1)
-        policy = NewestFirst() if newest_first else LRU()
         self.pool: BlockPool[str] = BlockPool(
-            num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self.evicted
+            num_blocks, num_reserved=num_reserved, policy=POLICIES[policy](), on_evict=self.evicted
         )
-        self.newest_first = newest_first
+        self.policy = policy
         self.states = {block: RESERVED if block < num_reserved else FREE for block in range(num_blocks)}
         self.refs = dict.fromkeys(range(num_reserved, num_blocks), 0)
         self.contents: dict[int, str] = {}
         self.empty = list(self.refs)[::-1]  # taken from the end
-        self.cached: list[int] = []  # oldest first
+        self.cached: list[int] = []  # in order of release
+        self.taken = 0
+        self.published: dict[int, int] = {}  # when a block last got content, in blocks taken
         self.lost: list[tuple[int, str]] = []  # what was evicted, as the pool told it
         self.expected_lost: list[tuple[int, str]] = []
 
@@ -58,10 +61,12 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.take(n) == [self.take_one() for _ in range(n)]
 
     def take_one(self) -> int:
+        self.taken += 1
         if self.empty:
             block = self.empty.pop()
         else:
-            block = self.cached.pop(-1 if self.newest_first else 0)
+            block = self.to_evict()[0]
+            self.cached.remove(block)
             self.expected_lost.append((block, self.contents.pop(block)))
             event("evicted")
         self.states[block], self.refs[block] = ACTIVE, 1
@@ -91,6 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.done("publish", block, content):
             self.states[block] = PUBLISHED
             self.contents[block] = content
+            self.published[block] = self.taken
 
     @rule(block=BLOCKS)
     def withdraw(self, block: int) -> None:
@@ -108,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def evict_all(self) -> None:
         self.pool.evict_all()
-        for block in self.cached[:: -1 if self.newest_first else 1]:
+        for block in self.to_evict():
             self.expected_lost.append((block, self.contents.pop(block)))
             self.states[block] = FREE
             self.empty.append(block)
@@ -124,9 +130,18 @@ class PoolMachine(RuleBasedStateMachine):
         assert {block: pool.state(block) for block in range(pool.num_blocks)} == self.states
         assert {block: pool.refs(block) for block in self.refs} == self.refs
         assert [pool.content(block) for block in self.refs] == [self.contents.get(block) for block in self.refs]
-        assert pool.free_lists() == (self.empty[::-1], self.cached[::-1] if self.newest_first else self.cached)
+        assert pool.free_lists() == (self.empty[::-1], self.to_evict())
         assert pool.num_free == sum(1 for refs in self.refs.values() if refs == 0)
+        assert {block: pool.age(block) for block in self.contents} == {
+            block: self.taken - self.published[block] for block in self.contents
+        }
         assert self.lost == self.expected_lost
+
+    def to_evict(self) -> list[int]:
+        """The cached blocks, next victim first."""
+        if self.policy == "fifo":
+            return sorted(self.cached, key=lambda block: self.published[block])  # stable: ties in order of release
+        return self.cached[::-1] if self.policy == "newest first" else self.cached
 
     # ---- doing and refusing
 

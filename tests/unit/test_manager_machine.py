@@ -39,7 +39,7 @@ def test_the_model_takes_empty_blocks_then_the_oldest_tail() -> None:
 
 
 def test_the_model_lets_no_child_outlive_its_parent() -> None:
-    model = ModelManager(3, 1, newest_first=True)
+    model = ModelManager(3, 1, policy="newest first")
     model.release(computed(model, [1, 2, 3]))
     assert model.cached == [2, 1, 0]
     # Block 0 heads the prefix; what hung on it lies on top of it when it is handed out, so block 2 goes first.
