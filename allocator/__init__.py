@@ -18,6 +18,7 @@ from kvproof.allocator.media import MediaItem
 from kvproof.allocator.policy import FIFO, LRU, EvictionPolicy
 from kvproof.allocator.pool import BlockPool, BlockState
 from kvproof.allocator.sequence import Sequence
+from kvproof.allocator.stats import Stats
 
 __all__ = [
     "Admission",
@@ -41,6 +42,7 @@ __all__ = [
     "PrefixIndex",
     "Sequence",
     "SequenceStateError",
+    "Stats",
     "require_int",
     "xxh3_chained",
 ]

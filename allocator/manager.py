@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import asdict
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from kvproof.allocator.media import MediaItem, checked_media, clip_media
 from kvproof.allocator.policy import EvictionPolicy
 from kvproof.allocator.prefix import PrefixCache
 from kvproof.allocator.sequence import MAX_LENGTH, Sequence
+from kvproof.allocator.stats import Stats
 
 NULL_BLOCK = 0
 """The block that stands for what is not there, in managers that reserve it; never handed out."""
@@ -114,6 +116,7 @@ class BlockManager:
         )
         self.pool = self._prefixes.pool
         self.index = self._prefixes.index
+        self._counters = self._prefixes.counters
         require_int("watermark", watermark, 0, self.num_blocks)
         self._admitted: dict[Sequence, None] = {}  # a set that keeps its order
         self._flights = Flights(self.pool)
@@ -186,6 +189,7 @@ class BlockManager:
             seq._num_cached = seq._num_computed = len(quote.hits) * self.block_size
             seq._num_reserved = quote.num_reserved
             self._admitted[seq] = None
+            self._count_admission(seq)
         return quote.answer
 
     def reserve(self, seq: Sequence, n: int = 1, *, lookahead: int = 0) -> bool:
@@ -349,7 +353,18 @@ class BlockManager:
                 f"the prefix cache can't be reset: {self.num_used} blocks are held by {len(self._admitted)} sequences, "
                 f"{len(self._pins)} pins and {len(self._flights)} steps in flight"
             )
-        self.pool.evict_all()
+        self._prefixes.clear()
+
+    def stats(self) -> Stats:
+        """How full the pool is and what the prefix cache has been good for. O(1), changes nothing."""
+        return Stats(
+            num_blocks=self.num_blocks,
+            num_used=self.num_used,
+            num_free=self.num_free,
+            num_cached=self.pool.num_cached,
+            num_sequences=len(self._admitted),
+            **asdict(self._counters),
+        )
 
     def check(self) -> None:
         """Verify every invariant that can be seen from here; raises `InvariantViolation`. O(pool), for tests."""
@@ -389,10 +404,21 @@ class BlockManager:
             self._prefixes.publish_duplicate(block, node)
             return None
         keeper = self._prefixes.carrier(node)
+        self._counters.merged += 1
         self.pool.share(keeper)
         seq._table[i] = keeper
         self._flights.drop(seq, block)
         return Merge(i, block, keeper)
+
+    def _count_admission(self, seq: Sequence) -> None:
+        if seq._was_admitted:
+            self._counters.readmissions += 1
+            return
+        seq._was_admitted = True
+        self._counters.admissions += 1
+        if self.prefix_caching:
+            self._counters.tokens_queried += len(seq)
+            self._counters.tokens_hit += seq._num_cached
 
     def _leave_window(self, seq: Sequence, window: int) -> None:
         for i in range(min(self._first_visible(seq._num_computed, window), len(seq._table))):

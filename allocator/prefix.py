@@ -7,6 +7,7 @@ from kvproof.allocator.index import Node, PrefixIndex
 from kvproof.allocator.policy import EvictionPolicy
 from kvproof.allocator.pool import BlockPool
 from kvproof.allocator.sequence import Sequence
+from kvproof.allocator.stats import Counters
 
 
 class PrefixCache:
@@ -22,9 +23,10 @@ class PrefixCache:
         hash_block: HashBlock,
     ) -> None:
         self.pool: BlockPool[Node] = BlockPool(
-            num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self._forget
+            num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self._evicted
         )
         self.index = PrefixIndex()
+        self.counters = Counters()
         self.block_size = block_size
         self._hash_block = hash_block
 
@@ -59,12 +61,14 @@ class PrefixCache:
         if node is None:
             block = seq.block_table[i]
             self.pool.publish(block, self.index.add(block, parent, key, hash))
+            self.counters.published += 1
         return node
 
     def publish_duplicate(self, block: int, node: Node) -> None:
         """Make `block` one more carrier of content that is findable already."""
         node.blocks.append(block)
         self.pool.publish(block, node)
+        self.counters.published += 1
 
     def withdraw(self, block: int) -> None:
         """`block` is about to be written: its content, if it has any, can't be found any more."""
@@ -72,6 +76,12 @@ class PrefixCache:
         if node is not None:
             self.pool.withdraw(block)
             self._forget(block, node)
+
+    def clear(self) -> None:
+        """Make nothing findable. No block may be referenced."""
+        counted = self.counters.evictions, self.counters.residency
+        self.pool.evict_all()
+        self.counters.evictions, self.counters.residency = counted  # not to make room
 
     def _parent(self, seq: Sequence, i: int) -> Node | None:
         if i == 0:
@@ -84,9 +94,17 @@ class PrefixCache:
         nodes = self.find(seq, i)
         return nodes[-1] if len(nodes) == i else None
 
-    def _forget(self, block: int, node: Node) -> None:
-        for orphan in self.index.remove(block, node):
+    def _evicted(self, block: int, node: Node) -> None:
+        for lost in (block, *self._forget(block, node)):
+            self.counters.evictions += 1
+            self.counters.residency += self.pool.age(lost)
+
+    def _forget(self, block: int, node: Node) -> list[int]:
+        """`block` has lost its content. Returns the blocks that lost theirs with it."""
+        orphans = self.index.remove(block, node)
+        for orphan in orphans:
             self.pool.withdraw(orphan)
+        return orphans
 
     def _hash(self, seq: Sequence, i: int) -> int:
         """The chained hash of the sequence's block `i`, computed once in the sequence's life."""

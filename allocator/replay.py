@@ -94,7 +94,7 @@ def replay(
     unit = 1 if by_tokens else block_size  # real tokens that a pseudo-token stands for
     manager = BlockManager(num_blocks, block_size // unit, policy=policy)
     running: deque[Sequence] = deque()
-    requests = refused = prompt_blocks = hit_blocks = published = peak_blocks = 0
+    requests = refused = prompt_blocks = peak_blocks = 0
     seconds = 0.0
     for request in trace.requests:
         requests += 1
@@ -109,19 +109,24 @@ def replay(
         if answer is Admission.NOW:
             running.append(seq)
             peak_blocks = max(peak_blocks, manager.num_used)
-            merges = manager.commit(seq, len(seq) - seq.num_computed)
-            num_hits = seq.num_cached // manager.block_size
-            hit_blocks += num_hits
-            published += len(seq) // manager.block_size - num_hits - len(merges)
+            manager.commit(seq, len(seq) - seq.num_computed)
         else:
             refused += 1
         seconds += time.perf_counter() - started
         on_request()
     while running:
         manager.release(running.popleft())
-    evictions = published - len(manager.pool.free_lists()[1])
+    stats = manager.stats()
     return ReplayResult(
-        num_blocks, block_size, requests, refused, prompt_blocks, hit_blocks, evictions, peak_blocks, seconds
+        num_blocks=num_blocks,
+        block_size=block_size,
+        requests=requests,
+        refused=refused,
+        prompt_blocks=prompt_blocks,
+        hit_blocks=stats.tokens_hit // manager.block_size,
+        evictions=stats.evictions,
+        peak_blocks=peak_blocks,
+        seconds=seconds,
     )
 
 

@@ -27,7 +27,7 @@ class Sequence:
     """
 
     __slots__ = ("_flight", "_hashes", "_manager", "_num_cached", "_num_computed", "_num_reserved", "_table",
-                 "_tokens", "max_length", "media", "namespace")  # fmt: skip
+                 "_tokens", "_was_admitted", "max_length", "media", "namespace")  # fmt: skip
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Sequence:
         self.namespace = namespace
         self.media = media
         self._flight: int | None = None  # the step it was last launched in
+        self._was_admitted = False
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -7,6 +7,7 @@ what this does, down to which block is handed out next.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 Media = tuple[tuple[str, int, int], ...]
@@ -26,6 +27,7 @@ class ModelSequence:
     computed: int = 0
     reserved: int = 0
     admitted: bool = False
+    was_admitted: bool = False
     flight: int | None = None  # the step it was last launched in
 
     def prefix(self, stop: int) -> Prefix:
@@ -68,6 +70,7 @@ class ModelManager:
         self.copies: dict[int, int] = {}  # destination: source
         self.flights: dict[int, list[int]] = {}  # steps in flight, with the blocks parked until they retire
         self.launched = 0
+        self.counts: Counter[str] = Counter()  # by the names of `Stats`
 
     # ---- sequences
 
@@ -89,6 +92,11 @@ class ModelManager:
             fresh = [self.take() for _ in range(self.blocks_for(seq.reserved) - len(hits))]
             seq.table, seq.computed, seq.admitted = hits + fresh, len(hits) * self.block_size, True
             self.sequences.append(seq)
+            self.counts["readmissions" if seq.was_admitted else "admissions"] += 1
+            if self.caching and not seq.was_admitted:
+                self.counts["tokens_queried"] += len(seq.tokens)
+                self.counts["tokens_hit"] += seq.computed
+            seq.was_admitted = True
         return answer
 
     def hits(self, seq: ModelSequence) -> list[int]:
@@ -148,9 +156,11 @@ class ModelManager:
                     self.drop(seq, block)
                     seq.table[entry] = keeper
                     merges.append((entry, block, keeper))
+                    self.counts["merged"] += 1
                 elif entry == 0 or self.holder(seq.prefix(seq.computed - self.block_size)) is not None:
                     self.holds[block] = prefix
                     self.published[block] = self.taken
+                    self.counts["published"] += 1
         if self.window:
             for entry in range(min(len(seq.table), max(0, seq.computed - self.window + 1) // self.block_size)):
                 block, seq.table[entry] = seq.table[entry], 0
@@ -247,7 +257,11 @@ class ModelManager:
     def take(self) -> int:
         self.taken += 1
         if not self.empty:
+            held = set(self.holds)
             self.evict()
+            lost = held - set(self.holds)
+            self.counts["evictions"] += len(lost)
+            self.counts["residency"] += sum(self.taken - self.published[block] for block in lost)
         block = self.empty.pop()
         self.refs[block] = 1
         return block

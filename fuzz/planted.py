@@ -493,6 +493,40 @@ FAULTS = (
         "(published, -self._num_inserted, block)",
         "a prompt loses its head, and everything with it",
     ),
+    Fault(
+        "hits counted at the question",
+        BlockManager,
+        "can_admit",
+        "return self._quote(seq, limit).answer",
+        "quote = self._quote(seq, limit)\n"
+        "    self._counters.tokens_hit += len(quote.hits) * self.block_size\n"
+        "    return quote.answer",
+        "a request that waits is counted again each step, and the hit rate passes 1",
+    ),
+    Fault(
+        "a preempted request counts twice",
+        BlockManager,
+        "_count_admission",
+        "seq._was_admitted = True",
+        "pass",
+        "under pressure the hit rate goes up, because everybody finds what he has lost",
+    ),
+    Fault(
+        "orphans not counted as evicted",
+        PrefixCache,
+        "_evicted",
+        "(block, *self._forget(block, node))",
+        "(block, self._forget(block, node))[:1]",
+        "more is lost than the figures say",
+    ),
+    Fault(
+        "reset counts as eviction",
+        PrefixCache,
+        "clear",
+        "self.counters.evictions, self.counters.residency = counted",
+        "pass",
+        "a reset looks like a pool that is too small",
+    ),
 )
 
 POOL_FAULTS = (

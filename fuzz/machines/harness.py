@@ -7,7 +7,7 @@ reading a sequence back through its table shows any aliasing, whatever went wron
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hypothesis import event
 from hypothesis import strategies as st
@@ -155,6 +155,8 @@ class ManagerHarness(RuleBasedStateMachine):
             assert list(real.block_table) == seq.table
             assert (len(real), real.num_computed, real.num_reserved) == (len(seq.tokens), seq.computed, seq.reserved)
         assert manager.num_used == sum(1 for refs in model.refs if refs)
+        counted = {name: value for name, value in asdict(manager.stats()).items() if not name.startswith("num_")}
+        assert counted == {name: model.counts[name] for name in counted}
 
     @invariant()
     def audit_passes(self) -> None:
