@@ -11,10 +11,11 @@ from kvproof.allocator.errors import (
     SequenceStateError,
     require_int,
 )
+from kvproof.allocator.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvproof.allocator.hashing import HashBlock, Namespace, xxh3_chained
 from kvproof.allocator.index import Node, PrefixIndex
 from kvproof.allocator.manager import NULL_BLOCK, Admission, BlockManager, Merge, Pin
-from kvproof.allocator.media import MediaItem
+from kvproof.allocator.media import MediaItem, MediaPart
 from kvproof.allocator.policy import FIFO, LRU, EvictionPolicy
 from kvproof.allocator.pool import BlockPool, BlockState
 from kvproof.allocator.sequence import Sequence
@@ -22,9 +23,13 @@ from kvproof.allocator.stats import Stats
 
 __all__ = [
     "Admission",
+    "AllBlocksCleared",
     "BlockManager",
     "BlockPool",
+    "BlockRemoved",
     "BlockState",
+    "BlockStored",
+    "Event",
     "EvictionPolicy",
     "FIFO",
     "HashBlock",
@@ -34,6 +39,7 @@ __all__ = [
     "KvproofError",
     "LRU",
     "MediaItem",
+    "MediaPart",
     "Merge",
     "NULL_BLOCK",
     "Namespace",

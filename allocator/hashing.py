@@ -40,12 +40,16 @@ class Namespace:
             if value is not None and type(value) is not str:
                 raise InvalidArgument(f"{name} is {shown(value)}, must be a string or None")
 
-    def root_hash(self, hash_block: HashBlock) -> int:
-        """The hash that the first block of every sequence in this namespace is chained to."""
+    def encoded(self) -> bytes:
+        """The fields as bytes, different for different namespaces."""
         parts = [(b"s", self.salt), (b"a", self.adapter)]
         # A salt may come from JSON, which can spell half a surrogate pair.
         encoded = [(tag, value.encode("utf-8", "surrogatepass")) for tag, value in parts if value is not None]
-        return hash_block(b"".join(tag + len(v).to_bytes(8, "little") + v for tag, v in encoded), 0)
+        return b"".join(tag + len(v).to_bytes(8, "little") + v for tag, v in encoded)
+
+    def root_hash(self, hash_block: HashBlock) -> int:
+        """The hash that the first block of every sequence in this namespace is chained to."""
+        return hash_block(self.encoded(), 0)
 
 
 SHARED = Namespace()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvproof.allocator.events import EventLog
 from kvproof.allocator.hashing import Namespace
 
 
@@ -34,7 +35,8 @@ class Node:
 class PrefixIndex:
     """Finds the node of (parent, tokens) through a hash that may collide: one tree of nodes per namespace."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: EventLog | None = None) -> None:
+        self._events = events
         self._buckets: dict[int, Node] = {}
         self._roots: dict[Namespace, Node] = {}
         self._last_uid = 0
@@ -60,6 +62,8 @@ class PrefixIndex:
         parent.children.add(node)
         if parent.parent is None:
             self._roots[parent.namespace] = parent
+        if self._events is not None:
+            self._events.stored(node, parent)
         return node
 
     def remove(self, block: int, node: Node) -> list[int]:
@@ -74,7 +78,7 @@ class PrefixIndex:
         while dying:
             dead = dying.pop()
             orphans += dead.blocks
-            dying += dead.children
+            dying += sorted(dead.children, key=lambda child: child.uid)
             self._forget(dead)
         return sorted(orphans)
 
@@ -90,6 +94,8 @@ class PrefixIndex:
             node = node.collision
 
     def _forget(self, node: Node) -> None:
+        if self._events is not None:
+            self._events.removed(node)
         if self._buckets[node.hash] is not node:
             before = next(n for n in self._bucket(node.hash) if n.collision is node)
             before.collision = node.collision

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvproof.allocator.audit import audit
 from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int, shown
+from kvproof.allocator.events import Event
 from kvproof.allocator.flight import Flights
 from kvproof.allocator.hashing import SHARED, HashBlock, Namespace, xxh3_chained
 from kvproof.allocator.media import MediaItem, checked_media, clip_media
@@ -84,6 +85,7 @@ class BlockManager:
     watermark           free blocks that an admission must leave, unless nothing else is running
     policy              which cached block is evicted first, LRU by default
     hash_block          the prefix hash, see `HashBlock`
+    events              keep a log of what becomes findable and what no longer is, for `take_events`
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class BlockManager:
         watermark: int = 0,
         policy: EvictionPolicy | None = None,
         hash_block: HashBlock = xxh3_chained,
+        events: bool = False,
     ) -> None:
         require_int("block_size", block_size, 1, MAX_LENGTH)
         if window is not None:
@@ -113,6 +116,7 @@ class BlockManager:
             num_reserved=1 if reserve_null_block or window is not None else 0,
             policy=policy,
             hash_block=hash_block,
+            events=events,
         )
         self.pool = self._prefixes.pool
         self.index = self._prefixes.index
@@ -354,6 +358,14 @@ class BlockManager:
                 f"{len(self._pins)} pins and {len(self._flights)} steps in flight"
             )
         self._prefixes.clear()
+
+    def take_events(self) -> list[Event]:
+        """What became findable and what no longer is since the last call, in order; see `kvproof.allocator.events`.
+
+        The log grows until it is taken. Always empty without `events=True`.
+        """
+        events = self._prefixes.events
+        return [] if events is None else events.take()
 
     def stats(self) -> Stats:
         """How full the pool is and what the prefix cache has been good for. O(1), changes nothing."""

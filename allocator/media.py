@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from kvproof.allocator.errors import InvalidArgument, require_int, shown
 
@@ -43,6 +44,25 @@ def media_in(media: Iterable[MediaItem], start: int, stop: int) -> bytes:
             key = item.key.encode("utf-8", "surrogatepass")
             parts.append(b"".join(n.to_bytes(8, "little") for n in (*place, len(key))) + key)
     return b"".join(parts)
+
+
+class MediaPart(NamedTuple):
+    """Tokens `offset` to `offset + length` of the item `key` stand at a block's tokens from `place` on."""
+
+    place: int
+    offset: int
+    length: int
+    key: str
+
+
+def media_parts(encoded: bytes) -> tuple[MediaPart, ...]:
+    """What `media_in` has encoded."""
+    parts, at = [], 0
+    while at < len(encoded):
+        place, offset, length, size = (int.from_bytes(encoded[i : i + 8], "little") for i in range(at, at + 32, 8))
+        at += 32 + size
+        parts.append(MediaPart(place, offset, length, encoded[at - size : at].decode("utf-8", "surrogatepass")))
+    return tuple(parts)
 
 
 def clip_media(media: tuple[MediaItem, ...], stop: int) -> tuple[MediaItem, ...]:

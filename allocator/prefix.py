@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvproof.allocator.events import EventLog
 from kvproof.allocator.hashing import HashBlock
 from kvproof.allocator.index import Node, PrefixIndex
 from kvproof.allocator.policy import EvictionPolicy
@@ -21,11 +22,13 @@ class PrefixCache:
         num_reserved: int,
         policy: EvictionPolicy | None,
         hash_block: HashBlock,
+        events: bool,
     ) -> None:
         self.pool: BlockPool[Node] = BlockPool(
             num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self._evicted
         )
-        self.index = PrefixIndex()
+        self.events = EventLog(block_size) if events else None
+        self.index = PrefixIndex(self.events)
         self.counters = Counters()
         self.block_size = block_size
         self._hash_block = hash_block
@@ -79,6 +82,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Make nothing findable. No block may be referenced."""
+        if self.events is not None:
+            self.events.cleared()
         counted = self.counters.evictions, self.counters.residency
         self.pool.evict_all()
         self.counters.evictions, self.counters.residency = counted  # not to make room

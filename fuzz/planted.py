@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import FunctionType
 
 from kvproof.allocator import FIFO, BlockManager, BlockPool, PrefixIndex, Sequence
+from kvproof.allocator.events import EventLog
 from kvproof.allocator.flight import Flights
 from kvproof.allocator.prefix import PrefixCache
 
@@ -526,6 +527,72 @@ FAULTS = (
         "self.counters.evictions, self.counters.residency = counted",
         "pass",
         "a reset looks like a pool that is too small",
+    ),
+    Fault(
+        "a duplicate is stored twice",
+        PrefixCache,
+        "publish_duplicate",
+        "node.blocks.append(block)",
+        "node.blocks.append(block); self.events is None or self.events.stored(node, node.parent)",
+        "a router counts two copies and sees one removed (vllm's test_kv_events_contract)",
+    ),
+    Fault(
+        "orphans are not told of",
+        PrefixIndex,
+        "_forget",
+        "if self._events is not None:",
+        "if self._events and node.parent and (node.parent.parent is None or node.parent.blocks):",
+        "a router keeps sending requests to what can't be found any more",
+    ),
+    Fault(
+        "a removal is told with the first copy",
+        PrefixIndex,
+        "remove",
+        "node.blocks.remove(block)",
+        "node.blocks.remove(block)\n"
+        "    if node.blocks and self._events is not None:\n"
+        "        self._events.removed(node)",
+        "one of two copies is evicted, and the router forgets both",
+    ),
+    Fault(
+        "a run of events crosses another",
+        EventLog,
+        "stored",
+        " or (self._stored and self._stored[-1] is not parent)",
+        "",
+        "blocks are told below a parent that is not theirs",
+    ),
+    Fault(
+        "removed and stored in the wrong order",
+        EventLog,
+        "stored",
+        "self._removed or ",
+        "",
+        "content that went and came back is told to be gone",
+    ),
+    Fault(
+        "identity without its prefix",
+        EventLog,
+        "stored",
+        "block_identity(self.identity(parent), node.tokens)",
+        'block_identity(b"", node.tokens)',
+        "equal blocks of different prefixes are one to the router",
+    ),
+    Fault(
+        "identity without its namespace",
+        EventLog,
+        "identity",
+        "root_identity(node.namespace, ",
+        "root_identity(Namespace(), ",
+        "a router sends one tenant where another's prefix is (vllm#17045)",
+    ),
+    Fault(
+        "reset tells of nothing",
+        EventLog,
+        "cleared",
+        "self._events.append(AllBlocksCleared())",
+        "pass",
+        "a router remembers what was computed by other weights",
     ),
 )
 

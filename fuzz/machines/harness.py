@@ -7,7 +7,7 @@ reading a sequence back through its table shows any aliasing, whatever went wron
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from hypothesis import event
 from hypothesis import strategies as st
@@ -18,6 +18,9 @@ from kvproof.allocator import (
     LRU,
     Admission,
     BlockManager,
+    BlockRemoved,
+    BlockStored,
+    Event,
     EvictionPolicy,
     Namespace,
     Pin,
@@ -82,6 +85,43 @@ class Pair:
     model: ModelSequence
 
 
+@dataclass
+class Router:
+    """One who knows a manager by its events only."""
+
+    block_size: int
+    findable: dict[bytes, Prefix] = field(default_factory=dict)
+    identities: dict[Prefix, bytes] = field(default_factory=dict)  # of all content that was ever stored
+
+    def read(self, events: list[Event]) -> None:
+        for told in events:
+            if isinstance(told, BlockStored):
+                self.store(told)
+            elif isinstance(told, BlockRemoved):
+                for block in told.blocks:
+                    assert block in self.findable, "removed, and was not stored"
+                    del self.findable[block]
+            else:
+                self.findable.clear()
+
+    def store(self, told: BlockStored) -> None:
+        assert (told.block_size, len(told.media)) == (self.block_size, len(told.blocks))
+        prefix: Prefix = (told.namespace, (), ()) if told.parent is None else self.findable[told.parent]
+        assert prefix[0] == told.namespace
+        for i, block in enumerate(told.blocks):
+            assert block not in self.findable, "stored twice"
+            start = len(prefix[1])
+            media = {(key, begin): length for key, begin, length in prefix[2]}
+            for part in told.media[i]:
+                media[part.key, start + part.place - part.offset] = part.offset + part.length
+            tokens = told.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            assert len(tokens) == self.block_size
+            prefix = told.namespace, prefix[1] + tokens, tuple((*place, length) for place, length in media.items())
+            assert self.identities.setdefault(prefix, block) == block, "one content, two identities"
+            self.findable[block] = prefix
+        assert len(set(self.identities.values())) == len(self.identities), "two contents, one identity"
+
+
 class ManagerHarness(RuleBasedStateMachine):
     """Drives `make_manager`, so that a broken or foreign manager can be put in the place of ours."""
 
@@ -97,6 +137,7 @@ class ManagerHarness(RuleBasedStateMachine):
         null_block=st.sampled_from((False, False, True)),
         window=st.sampled_from((None, None, 1, 2, 3, 5, 9)),
         watermark=st.sampled_from((0, 0, 1, 2)),
+        patience=st.sampled_from((None, 0, 0, 5)),
     )
     def start(
         self,
@@ -109,7 +150,9 @@ class ManagerHarness(RuleBasedStateMachine):
         null_block: bool,
         window: int | None,
         watermark: int,
+        patience: int | None,
     ) -> None:
+        """`patience` is how many steps' events are left to pile up; None for no events."""
         usable, num_blocks = num_blocks, num_blocks + (null_block or window is not None)
         watermark = min(watermark, usable)
         self.manager = self.make_manager(
@@ -122,7 +165,10 @@ class ManagerHarness(RuleBasedStateMachine):
             reserve_null_block=null_block,
             window=window,
             watermark=watermark,
+            events=patience is not None,
         )
+        self.router = Router(block_size)
+        self.patience = self.waited = patience
         self.model = ModelManager(
             num_blocks,
             block_size,
@@ -159,6 +205,22 @@ class ManagerHarness(RuleBasedStateMachine):
         assert counted == {name: model.counts[name] for name in counted}
 
     @invariant()
+    def events_tell_what_is_findable(self) -> None:
+        if hasattr(self, "manager"):
+            if self.patience is None or self.waited is None:
+                assert self.manager.take_events() == []
+            elif self.waited:
+                self.waited -= 1
+            else:
+                self.read_events()
+
+    def read_events(self) -> None:
+        self.waited = self.patience
+        self.router.read(self.manager.take_events())
+        findable = self.router.findable.values()
+        assert sorted(findable, key=repr) == sorted(set(self.model.holds.values()), key=repr)
+
+    @invariant()
     def audit_passes(self) -> None:
         if hasattr(self, "manager"):
             self.manager.check()
@@ -183,6 +245,8 @@ class ManagerHarness(RuleBasedStateMachine):
                 self.vacate(slot)
             self.let_go()
             self.agrees_with_model()
+            if self.patience is not None:
+                self.read_events()
             assert self.manager.num_used == 0
             assert self.manager.num_free == self.manager.num_blocks
 
