@@ -4,6 +4,7 @@
 """
 
 from kvproof.allocator.errors import (
+    ConcurrencyError,
     IllegalTransition,
     InvalidArgument,
     InvariantViolation,
@@ -29,6 +30,7 @@ __all__ = [
     "BlockRemoved",
     "BlockState",
     "BlockStored",
+    "ConcurrencyError",
     "Event",
     "EvictionPolicy",
     "FIFO",

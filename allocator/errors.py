@@ -22,6 +22,10 @@ class IllegalTransition(KvproofError, RuntimeError):
     """A block was asked to make a transition that its state does not have, such as a release at zero references."""
 
 
+class ConcurrencyError(KvproofError, RuntimeError):
+    """A manager in debug mode was used by a second thread, or called by a callback of its own call."""
+
+
 class InvariantViolation(KvproofError, AssertionError):
     """`check()` found the allocator's own state broken. Always a bug in kvproof or in an eviction policy.
 

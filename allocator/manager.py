@@ -12,6 +12,7 @@ from kvproof.allocator.audit import audit
 from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int, shown
 from kvproof.allocator.events import Event
 from kvproof.allocator.flight import Flights
+from kvproof.allocator.guard import watch
 from kvproof.allocator.hashing import SHARED, HashBlock, Namespace, xxh3_chained
 from kvproof.allocator.media import MediaItem, checked_media, clip_media
 from kvproof.allocator.policy import EvictionPolicy
@@ -85,6 +86,8 @@ class BlockManager:
     watermark           free blocks that an admission must leave, unless nothing else is running
     policy              which cached block is evicted first, LRU by default
     hash_block          the prefix hash, see `HashBlock`
+    debug               raise `ConcurrencyError` when a second thread calls, or a callback calls back. A manager is not
+                        thread-safe: one thread drives it, and debug mode holds it to the first one that does
     events              keep a log of what becomes findable and what no longer is, for `take_events`
     """
 
@@ -101,6 +104,7 @@ class BlockManager:
         policy: EvictionPolicy | None = None,
         hash_block: HashBlock = xxh3_chained,
         events: bool = False,
+        debug: bool = False,
     ) -> None:
         require_int("block_size", block_size, 1, MAX_LENGTH)
         if window is not None:
@@ -126,6 +130,8 @@ class BlockManager:
         self._flights = Flights(self.pool)
         self._pins: set[Pin] = set()
         self._copies: dict[int, int] = {}  # source by destination: a destination that is used again has one order
+        if debug:
+            watch(self)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
 
     @property
     def num_blocks(self) -> int:

@@ -16,6 +16,7 @@ from types import FunctionType
 from kvproof.allocator import FIFO, BlockManager, BlockPool, PrefixIndex, Sequence
 from kvproof.allocator.events import EventLog
 from kvproof.allocator.flight import Flights
+from kvproof.allocator.guard import Guard
 from kvproof.allocator.prefix import PrefixCache
 
 
@@ -593,6 +594,14 @@ FAULTS = (
         "self._events.append(AllBlocksCleared())",
         "pass",
         "a router remembers what was computed by other weights",
+    ),
+    Fault(
+        "a second thread is let in",
+        Guard,
+        "around",
+        "if thread is not owner:",
+        "if False:",
+        "a server thread aborts a request while the engine thread runs it",
     ),
 )
 

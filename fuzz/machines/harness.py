@@ -138,6 +138,7 @@ class ManagerHarness(RuleBasedStateMachine):
         window=st.sampled_from((None, None, 1, 2, 3, 5, 9)),
         watermark=st.sampled_from((0, 0, 1, 2)),
         patience=st.sampled_from((None, 0, 0, 5)),
+        debug=st.sampled_from((False, False, True)),
     )
     def start(
         self,
@@ -151,6 +152,7 @@ class ManagerHarness(RuleBasedStateMachine):
         window: int | None,
         watermark: int,
         patience: int | None,
+        debug: bool,
     ) -> None:
         """`patience` is how many steps' events are left to pile up; None for no events."""
         usable, num_blocks = num_blocks, num_blocks + (null_block or window is not None)
@@ -166,7 +168,9 @@ class ManagerHarness(RuleBasedStateMachine):
             window=window,
             watermark=watermark,
             events=patience is not None,
+            debug=debug,
         )
+        self.debug = debug
         self.router = Router(block_size)
         self.patience = self.waited = patience
         self.model = ModelManager(

@@ -6,6 +6,7 @@ Rules are total: a rule whose sequence is in the wrong state brings it to the ri
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from hypothesis import event
 from hypothesis import strategies as st
@@ -243,6 +244,22 @@ class ManagerMachine(ManagerHarness):
             lambda: manager.launch([seq, foreign]),
         )
         self.refused(calls[which % len(calls)], f"misuse {which % len(calls)}")
+
+    @rule(slot=SLOTS, which=st.integers(0, 5))
+    def intrude(self, slot: int, which: int) -> None:
+        """In debug mode, no other thread than the first may call."""
+        seq = self.running(slot).real
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: self.manager.release(seq),
+            lambda: self.manager.reserve(seq, 1),
+            lambda: self.manager.truncate(seq, 1),
+            lambda: self.manager.match(seq),
+            lambda: self.manager.sequence([0]),
+            self.manager.take_events,
+        )
+        if self.debug:
+            with ThreadPoolExecutor(1) as other:
+                self.refused(lambda: other.submit(calls[which]).result())
 
     def refused(self, call: Callable[[], object], name: str = "the call") -> None:
         before = fingerprint(self.manager)

@@ -1,0 +1,53 @@
+"""Debug mode: a manager that notices when two threads use it, or when it is called from inside its own call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from kvproof.allocator.errors import ConcurrencyError
+
+if TYPE_CHECKING:
+    from kvproof.allocator.manager import BlockManager
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Guard:
+    """Lets one thread in, the first that comes, and one call at a time."""
+
+    def __init__(self) -> None:
+        self._owner: dict[None, threading.Thread] = {}  # at most one: a dict sets a default atomically
+        self._running: str | None = None
+
+    def around(self, method: Callable[P, R], name: str) -> Callable[P, R]:
+        @wraps(method)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            thread = threading.current_thread()
+            owner = self._owner.setdefault(None, thread)
+            if thread is not owner:
+                raise ConcurrencyError(f"{name} is called in thread {thread.name!r}, {owner.name!r} was here first")
+            if self._running is not None:
+                raise ConcurrencyError(f"{name} is called from inside {self._running}, in thread {thread.name!r}")
+            self._running = name
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._running = None
+
+        return guarded
+
+
+def watch(manager: BlockManager) -> None:
+    """Put one guard around all of this manager's public methods. Other managers cost nothing for it.
+
+    Public methods must not call each other for this: it would look like a call from a callback.
+    """
+    guard = Guard()
+    for name in dir(manager):
+        member = getattr(type(manager), name, None)
+        if not name.startswith("_") and callable(member):
+            setattr(manager, name, guard.around(getattr(manager, name), name))
