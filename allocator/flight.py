@@ -43,6 +43,11 @@ class Flights:
             parked.append(block)
 
     @property
+    def steps(self) -> dict[int, list[int]]:
+        """The steps in flight, oldest first, with the blocks parked until each retires."""
+        return {step: list(blocks) for step, blocks in self._parked.items()}
+
+    @property
     def parked(self) -> list[int]:
         """Every parked block, as often as it is held."""
         return [block for blocks in self._parked.values() for block in blocks]

@@ -18,6 +18,7 @@ from kvproof.allocator.media import MediaItem, checked_media, clip_media
 from kvproof.allocator.policy import EvictionPolicy
 from kvproof.allocator.prefix import PrefixCache
 from kvproof.allocator.sequence import MAX_LENGTH, Sequence
+from kvproof.allocator.snapshot import snapshot
 from kvproof.allocator.stats import Stats
 
 NULL_BLOCK = 0
@@ -383,6 +384,10 @@ class BlockManager:
             num_sequences=len(self._admitted),
             **asdict(self._counters),
         )
+
+    def snapshot(self) -> dict[str, object]:
+        """The whole state as plain data that `json.dumps` takes, for debugging; see `kvproof.allocator.snapshot`."""
+        return snapshot(self)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
 
     def check(self) -> None:
         """Verify every invariant that can be seen from here; raises `InvariantViolation`. O(pool), for tests."""

@@ -32,10 +32,10 @@ class ModelSequence:
 
     def prefix(self, stop: int) -> Prefix:
         """What KV computed at `stop` - 1 depends on; media beyond `stop` do not count."""
-        return self.namespace, tuple(self.tokens[:stop]), _clip(self.media, stop)
+        return self.namespace, tuple(self.tokens[:stop]), clip(self.media, stop)
 
 
-def _clip(media: Media, stop: int) -> Media:
+def clip(media: Media, stop: int) -> Media:
     return tuple((key, start, min(length, stop - start)) for key, start, length in media if start < stop)
 
 
@@ -177,7 +177,7 @@ class ModelManager:
 
     def truncate(self, seq: ModelSequence, length: int) -> None:
         seq.tokens = seq.tokens[:length]
-        seq.media = _clip(seq.media, length)
+        seq.media = clip(seq.media, length)
         seq.computed, seq.reserved = min(seq.computed, length), min(seq.reserved, length)
         kept = self.blocks_for(seq.reserved)
         for block in self.real(seq.table[kept:])[::-1]:
@@ -285,7 +285,7 @@ class ModelManager:
         """Whether every block-aligned beginning of what `block` holds is held by some block."""
         namespace, tokens, media = self.holds[block]
         stops = range(self.block_size, len(tokens), self.block_size)
-        return all((namespace, tokens[:stop], _clip(media, stop)) in self.holds.values() for stop in stops)
+        return all((namespace, tokens[:stop], clip(media, stop)) in self.holds.values() for stop in stops)
 
     def forget(self, block: int) -> None:
         del self.holds[block]

@@ -603,6 +603,14 @@ FAULTS = (
         "if False:",
         "a server thread aborts a request while the engine thread runs it",
     ),
+    Fault(
+        "snapshot takes the copies",
+        BlockManager,
+        "snapshot",
+        "return snapshot(self)",
+        "told = snapshot(self)\n    self._copies.clear()\n    return told",
+        "looking at a manager changes it",
+    ),
 )
 
 POOL_FAULTS = (

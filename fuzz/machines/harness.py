@@ -6,6 +6,7 @@ reading a sequence back through its table shows any aliasing, whatever went wron
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
@@ -27,7 +28,7 @@ from kvproof.allocator import (
     Sequence,
     xxh3_chained,
 )
-from kvproof.fuzz.model import Media, ModelManager, ModelSequence, Prefix
+from kvproof.fuzz.model import Media, ModelManager, ModelSequence, Prefix, clip
 
 NUM_SLOTS = 3
 SLOTS = st.integers(0, NUM_SLOTS - 1)
@@ -282,6 +283,7 @@ class ManagerHarness(RuleBasedStateMachine):
         expected = self.model.hits(pair.model) if self.model.caching else []
         assert self.manager.match(pair.real) == len(expected) * self.model.block_size
         assert self.manager.can_admit(pair.real, limit) == self.model.answer(pair.model, limit)
+        self.snapshot_agrees()
         assert fingerprint(self.manager) == before, "a question changed something"
         answer = self.manager.admit(pair.real, limit)
         assert answer == self.model.admit(pair.model, limit)
@@ -293,6 +295,29 @@ class ManagerHarness(RuleBasedStateMachine):
         event(f"admission {answer}")
         assert fingerprint(self.manager) == before, "a refused admission changed something"
         return False
+
+    def snapshot_agrees(self) -> None:
+        told, model = json.loads(json.dumps(self.manager.snapshot())), self.model
+        for entry in told["blocks"]:
+            block = entry["block"]
+            assert entry["refs"] == model.refs[block]
+            assert (entry["content"] is not None) == (block in model.holds)
+            assert entry["state"] in (("published", "active") if model.refs[block] else ("cached", "free"))
+        by_content = {model.holds[entry["block"]]: entry["content"] for entry in told["blocks"] if entry["content"]}
+        for entry in told["blocks"]:
+            if entry["content"]:
+                namespace, tokens, media = model.holds[entry["block"]]
+                shorter = tokens[: -model.block_size]
+                before = namespace, shorter, clip(media, len(shorter))
+                assert entry["content"] == by_content[model.holds[entry["block"]]]
+                assert entry["parent"] == (by_content[before] if shorter else None)
+        assert (told["free"], told["cached"]) == (model.empty[::-1], model.to_evict())
+        assert told["pins"] == sorted(blocks for _, blocks in self.pins)
+        assert {entry["step"]: entry["parked"] for entry in told["steps"]} == model.flights
+        assert {entry["destination"]: entry["source"] for entry in told["copies"]} == model.copies
+        for entry, seq in zip(told["sequences"], model.sequences, strict=True):
+            assert (entry["tokens"], entry["table"]) == (len(seq.tokens), seq.table)
+            assert (entry["computed"], entry["reserved"], entry["step"]) == (seq.computed, seq.reserved, seq.flight)
 
     def chunk_end(self, pair: Pair, n: int | None) -> int:
         """Where the next `n` tokens end that could be computed now; None for all of them."""
