@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from hypothesis import event
 from hypothesis import strategies as st
@@ -19,15 +19,13 @@ from kvproof.allocator import (
     LRU,
     Admission,
     BlockManager,
-    BlockRemoved,
-    BlockStored,
-    Event,
     EvictionPolicy,
     Namespace,
     Pin,
     Sequence,
     xxh3_chained,
 )
+from kvproof.fuzz.machines.router import Router
 from kvproof.fuzz.model import Media, ModelManager, ModelSequence, Prefix, clip
 
 NUM_SLOTS = 3
@@ -84,43 +82,6 @@ class Pair:
 
     real: Sequence
     model: ModelSequence
-
-
-@dataclass
-class Router:
-    """One who knows a manager by its events only."""
-
-    block_size: int
-    findable: dict[bytes, Prefix] = field(default_factory=dict)
-    identities: dict[Prefix, bytes] = field(default_factory=dict)  # of all content that was ever stored
-
-    def read(self, events: list[Event]) -> None:
-        for told in events:
-            if isinstance(told, BlockStored):
-                self.store(told)
-            elif isinstance(told, BlockRemoved):
-                for block in told.blocks:
-                    assert block in self.findable, "removed, and was not stored"
-                    del self.findable[block]
-            else:
-                self.findable.clear()
-
-    def store(self, told: BlockStored) -> None:
-        assert (told.block_size, len(told.media)) == (self.block_size, len(told.blocks))
-        prefix: Prefix = (told.namespace, (), ()) if told.parent is None else self.findable[told.parent]
-        assert prefix[0] == told.namespace
-        for i, block in enumerate(told.blocks):
-            assert block not in self.findable, "stored twice"
-            start = len(prefix[1])
-            media = {(key, begin): length for key, begin, length in prefix[2]}
-            for part in told.media[i]:
-                media[part.key, start + part.place - part.offset] = part.offset + part.length
-            tokens = told.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            assert len(tokens) == self.block_size
-            prefix = told.namespace, prefix[1] + tokens, tuple((*place, length) for place, length in media.items())
-            assert self.identities.setdefault(prefix, block) == block, "one content, two identities"
-            self.findable[block] = prefix
-        assert len(set(self.identities.values())) == len(self.identities), "two contents, one identity"
 
 
 class ManagerHarness(RuleBasedStateMachine):

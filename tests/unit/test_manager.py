@@ -402,3 +402,23 @@ def test_lookahead_out_of_range(value: int) -> None:
     assert str(error.value) == f"lookahead is {value!r}, must be an integer from 0 to 2147483647"
     assert fingerprint(manager) == before
     assert manager.reserve(seq, 0, lookahead=2**31 - 1) is False
+
+
+def test_a_copy_that_was_written_over_leaves_its_child_to_an_older_parent() -> None:
+    """Even LRU evicts a parent first, when the parent's newer copy is gone: the child goes with it."""
+    manager = BlockManager(6, 2, merge_duplicates=False)
+    first, second = (manager.sequence([1, 2, 3, 4]) for _ in range(2))
+    manager.admit(first)
+    manager.admit(second)
+    manager.commit(first, 4)
+    manager.commit(second, 4)
+    manager.release(second)
+    manager.truncate(first, 1)
+    first.append(9)
+    manager.reserve(first)
+    assert manager.pool.free_lists() == ([4, 5], [3, 2, 1])  # 2 carries the parent of what 1 carries
+    other = running(manager, 7)
+    assert list(other.block_table) == [4, 5, 3, 1]  # 2 was evicted and 1 withdrawn, on top of it
+    assert manager.pool.free_lists() == ([2], [])
+    assert manager.stats().evictions == 3
+    manager.check()
