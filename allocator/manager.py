@@ -399,7 +399,8 @@ class BlockManager:
             raise SequenceStateError(f"{seq} is admitted already")
         if limit is not None:
             require_int("limit", limit, 1, MAX_LENGTH)
-        if self._blocks_for(self._lifetime(seq)) > self.num_blocks:
+        lifetime = self._lifetime(seq)
+        if self._blocks_for(lifetime) > self.num_blocks:
             return _Quote(Admission.NEVER, [], 0, 0)
         hits = self._hits(seq)
         num_cached = len(hits) * self.block_size
