@@ -100,7 +100,7 @@ class ManagerHarness(RuleBasedStateMachine):
         window=st.sampled_from((None, None, 1, 2, 3, 5, 9)),
         watermark=st.sampled_from((0, 0, 1, 2)),
         patience=st.sampled_from((None, 0, 0, 5)),
-        debug=st.sampled_from((False, False, True)),
+        debug=st.booleans(),
     )
     def start(
         self,
