@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvproof.fuzz.spec.scopes import SCOPES
+from kvproof.fuzz.spec.scopes import scope_named
 from kvproof.fuzz.spec.tlc import INVARIANTS, PROPERTIES, Verdict, check, read_design
 
 
@@ -35,11 +35,10 @@ class Fault:
 
 def find(fault: Fault) -> Verdict:
     """Check the faulty design for nothing but what the fault violates."""
-    scope = next(scope for scope in SCOPES if scope.name == fault.scope)
     invariants = [name for name in INVARIANTS if name == fault.violates]
     properties = [name for name in PROPERTIES if name == fault.violates]
     design = fault.plant(read_design())
-    return check(scope, hash=fault.hash, invariants=invariants, properties=properties, design=design)
+    return check(scope_named(fault.scope), hash=fault.hash, invariants=invariants, properties=properties, design=design)
 
 
 FAULTS = (

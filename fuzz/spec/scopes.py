@@ -108,6 +108,18 @@ SCOPES = (
         truncates=True,
     ),
     Scope(
+        name="rewrites",
+        covers="truncation, then other tokens in the place of those that were cut",
+        graph=Graph(3162, 15948, 15),
+        num_blocks=3,
+        block_size=1,
+        num_seqs=1,
+        num_tokens=2,
+        max_prompt=2,
+        max_length=3,
+        truncates=True,
+    ),
+    Scope(
         name="copies",
         covers="forks, copy on write, withdrawal in place, copy orders that meet",
         graph=Graph(3822, 26784, 21),
@@ -190,3 +202,8 @@ SCOPES = (
         slow=True,
     ),
 )
+
+
+def scope_named(name: str) -> Scope:
+    """Raises `KeyError` when there is none."""
+    return {scope.name: scope for scope in SCOPES}[name]

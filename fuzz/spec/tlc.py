@@ -83,19 +83,33 @@ def check(
     `design` replaces the text of PagedKV.tla. Raises `TLCUnavailable`, `TLCFailed`, or `TimeoutError` after `timeout`
     seconds.
     """
-    command = tlc_command()
     with TemporaryDirectory(prefix="tlc-") as folder:
-        for module in SPECIFICATION.glob("*.tla"):
-            shutil.copy(module, folder)
         if design is not None:
             Path(folder, "PagedKV.tla").write_text(design)
-        Path(folder, "Invariants.cfg").write_text(_config(scope, hash, invariants, properties, with_memory))
-        # TLC unpacks its standard modules where Java keeps temporary files.
-        java = [*command[:1], f"-Djava.io.tmpdir={folder}", *command[1:]]
-        try:
-            run = subprocess.run(java, cwd=folder, capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"TLC has not finished scope {scope} within {timeout:g} s") from None
+        config = _config(scope, hash, invariants, properties, with_memory)
+        return _run(scope, Path(folder), config, timeout=timeout)
+
+
+def dump(scope: Scope, *, timeout: float = 3600.0) -> str:
+    """Every state and every edge of `scope`'s graph, in the language of Graphviz. Raises as `check` does."""
+    with TemporaryDirectory(prefix="tlc-") as folder:
+        config = _config(scope, "Perfect", (), (), with_memory=False)
+        _run(scope, Path(folder), config, "-dump", "dot,actionlabels", "graph", timeout=timeout)
+        return Path(folder, "graph.dot").read_text()
+
+
+def _run(scope: Scope, folder: Path, config: str, *options: str, timeout: float) -> Verdict:
+    command = tlc_command()
+    for module in SPECIFICATION.glob("*.tla"):
+        if not (folder / module.name).exists():
+            shutil.copy(module, folder)
+    (folder / "Invariants.cfg").write_text(config)
+    # TLC unpacks its standard modules where Java keeps temporary files.
+    command = [*command[:1], f"-Djava.io.tmpdir={folder}", *command[1:-1], *options, command[-1]]
+    try:
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"TLC has not finished scope {scope} within {timeout:g} s") from None
     return _verdict(run.returncode, run.stdout)
 
 
