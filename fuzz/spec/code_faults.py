@@ -12,6 +12,7 @@ from kvproof.allocator import BlockManager
 from kvproof.fuzz.explore import HASHES, Exploration, explore
 from kvproof.fuzz.planted import FAULTS, INDEX_FAULTS, POOL_FAULTS, Fault
 from kvproof.fuzz.spec.scopes import scope_named
+from kvproof.fuzz.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,14 @@ MORE_FAULTS = (
         "self.pool.release(block)",
         "a duplicate is handed out while a running step reads it",
     ),
+    Fault(
+        "written before the copy is made",
+        World,
+        "actions",
+        "if ordered.isdisjoint(seq.block_table[computed // size : -(-(computed + n) // size)]):",
+        "if True:",
+        "the caller's to make: a copy takes what was written after it was ordered",
+    ),
 )
 """Faults of the design without a counterpart in `kvproof.fuzz.planted`: nothing but this was needed to notice them."""
 
@@ -129,6 +138,7 @@ HUNTS = tuple(
         ("own published tail is copied", "orphans"),
         ("copy order forgotten", "pins"),
         ("merged block forgets the step in flight", "flights"),
+        ("written before the copy is made", "copies"),
     )
 )
 
@@ -199,8 +209,9 @@ COUNTERPARTS = {
     "tokens not verified": "tokens not verified",
     "copy order forgotten": "copy order forgotten",
     "copy of a block whose own copy is not made yet": "copy of a block that waits for its own",
+    "written before the copy is made": "written before the copy is made",
     "nothing left to compute": "nothing left to compute",
     "release ignores the step in flight": "released in flight",
     "merged block forgets the step in flight": "merged block forgets the step in flight",
 }
-"""The faults of the design, and what each is in the code. "written before the copy is made" is the caller's to make."""
+"""The faults of the design, and what each is in the code."""
