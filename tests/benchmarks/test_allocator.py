@@ -1,0 +1,365 @@
+"""Our allocator beside nano-vllm's BlockManager and vLLM's KVCacheManager: the same work, in turns, in one run.
+
+All three get the same lists of token ids and do the same with them (`workload.drive`), in the order of their own
+schedulers. What is timed:
+
+admission    ours: sequence, admit, commit of the prompt, append of the first output token; in a batch also `add`
+             nano-vllm: Sequence, can_allocate, allocate, append_token
+             vLLM: Request, which hashes the prompt, get_computed_blocks, allocate_slots, append_output_token_ids
+append       for each running sequence, once a step: a slot for its newest token, that token counted as written, its
+             block published if it is full, and the next token stored
+             ours: reserve, commit, append; in a batch one `reserve` and one `commit` for all
+             nano-vllm: can_append, may_append, append_token
+             vLLM: allocate_slots, num_computed_tokens, append_output_token_ids
+release      release; deallocate; free
+
+Nobody computes anything between the calls, and nobody schedules. nano-vllm's fork forgets a prefix when its last
+sequence ends, so it finds less than the others, and its caching costs it less.
+
+KVPROOF_TRACES names the folder of the public traces, KVPROOF_VLLM_PYTHON an interpreter that has vLLM 0.32 installed.
+A peer that is absent is named in the output, and the rest is measured without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+from xxhash import xxh3_64_intdigest
+
+from kvproof.allocator import BlockManager
+from kvproof.allocator.hashing import SHARED, xxh3_chained
+
+HERE = Path(__file__).resolve().parent
+TRACES = Path(os.environ.get("KVPROOF_TRACES") or HERE.parents[2] / "shared" / "traces")
+CONVERSATION = TRACES / "mooncake" / "conversation_trace.jsonl"
+CONVERSATION_HITS = 111_104
+"""Tokens that the first 200 requests find in 100,000 blocks under LRU; vLLM finds the same, request by request."""
+
+BLOCK_SIZE = 16
+ROUNDS = 3
+
+
+def load(name: str) -> ModuleType:
+    """A module of this folder, which is no package: pytest imports each test file on its own."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+workload = load("workload")
+ours = load("peers/ours")
+nano_vllm = load("peers/nano_vllm")
+
+batched = pytest.param(
+    "batched",
+    marks=pytest.mark.skipif(not hasattr(BlockManager, "decode_batch"), reason="no BlockManager.decode_batch yet"),
+)
+
+
+class Stopwatch:
+    """The clock that pytest-benchmark reads: it stands still outside of what a test is about."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def read(self) -> float:
+        return self.seconds
+
+
+CLOCK = Stopwatch()
+
+
+class Vllm:
+    """vLLM in its own interpreter, idle except while it does a job."""
+
+    name = "vllm"
+
+    def __init__(self, python: str) -> None:
+        self.process = subprocess.Popen(
+            [python, str(HERE / "peers" / "vllm_kv.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(HERE), "VLLM_LOGGING_LEVEL": "ERROR"},
+        )
+        self.version = self._answer()
+
+    def do(self, job: str, work: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"job": job, "workload": work}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        self.process.kill()  # it has nothing to save, and vLLM takes seconds to leave
+        self.process.communicate()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"vLLM's process ended with {self.process.wait()}; its message is on standard error"
+        return json.loads(line)
+
+
+class NanoVllm:
+    """nano-vllm, in this process."""
+
+    name = "nano_vllm"
+
+    def __init__(self) -> None:
+        nano_vllm.load()
+        self.version = nano_vllm.version()
+
+    def do(self, job: str, work: Any) -> Any:
+        make = partial(nano_vllm.NanoVllm, work["num_blocks"], work["block_size"])
+        if job == "drive":
+            return workload.drive(make(), work)
+        if job == "memory":
+            return workload.bytes_per_block(make, work)
+        assert job == "hash"
+        prompts, allocator = [request["prompt"] for request in work["requests"]], make()
+        return workload.seconds_each(lambda: [allocator.hash_prompt(prompt) for prompt in prompts])
+
+
+class Peers:
+    """The peers that are here, and why the others are not."""
+
+    def __init__(self, present: list[Vllm | NanoVllm], absent: dict[str, str]) -> None:
+        self.present = present
+        self.absent = absent
+
+    def do(self, job: str, work: Any) -> dict[str, Any]:
+        return {peer.name: peer.do(job, work) for peer in self.present}
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Peers]:
+    present: list[Vllm | NanoVllm] = []
+    absent = {}
+    try:
+        present.append(NanoVllm())
+    except nano_vllm.Unavailable as error:
+        absent["nano_vllm"] = str(error)
+    python = os.environ.get("KVPROOF_VLLM_PYTHON")
+    if python:
+        present.append(Vllm(python))
+    else:
+        absent["vllm"] = "KVPROOF_VLLM_PYTHON names no interpreter"
+    yield Peers(present, absent)
+    for peer in present:
+        if isinstance(peer, Vllm):
+            peer.close()
+
+
+@pytest.fixture(scope="module")
+def conversation() -> Any:
+    if not CONVERSATION.exists():
+        pytest.skip(f"no {CONVERSATION} (set KVPROOF_TRACES to the folder of the public traces)")
+    return workload.conversation(CONVERSATION, 200, num_blocks=100_000, block_size=BLOCK_SIZE, max_running=64)
+
+
+def make_ours(path: str, work: Any) -> Any:
+    if path == "batched":
+        return ours.Batched(work["num_blocks"], work["block_size"], work["max_running"])
+    return ours.PerSequence(work["num_blocks"], work["block_size"])
+
+
+def compare(
+    benchmark: BenchmarkFixture, path: str, work: Any, peers: Peers, phase: str, per: str
+) -> dict[str, list[Any]]:
+    """Measure a phase of ours; before each round, every peer has its turn. Returns all results, by name."""
+    results: dict[str, list[Any]] = {"ours": [], **{peer.name: [] for peer in peers.present}}
+
+    def peers_turn() -> None:
+        for name, result in peers.do("drive", work).items():
+            results[name].append(result)
+
+    def our_turn() -> None:
+        result = workload.drive(make_ours(path, work), work)
+        results["ours"].append(result)
+        CLOCK.seconds += result["seconds"][phase]
+
+    benchmark.pedantic(our_turn, setup=peers_turn, rounds=ROUNDS)
+    counts = results["ours"][0]["counts"]
+    assert all(result["counts"] == counts for turns in results.values() for result in turns)
+    each = {name: us_each(turns, phase, per) for name, turns in results.items()}
+    benchmark.extra_info |= {"path": path, **counts, **beside(each, f"us_per_{per[:-1]}", peers)}
+    return results
+
+
+def us_each(turns: list[Any], phase: str, per: str) -> list[float]:
+    return [result["seconds"][phase] / result["counts"][per] * 1e6 for result in turns]
+
+
+def beside(times: dict[str, list[float]], unit: str, peers: Peers) -> dict[str, Any]:
+    """Medians, and how many times as long as ours each peer took, paired by turn."""
+    figures: dict[str, Any] = {f"{name}_{unit}": round(statistics.median(turns), 3) for name, turns in times.items()}
+    for peer in peers.present:
+        ratios = [theirs / mine for theirs, mine in zip(times[peer.name], times["ours"], strict=True)]
+        figures[f"times_{peer.name}"] = round(statistics.median(ratios), 2)
+        figures[f"{peer.name}_version"] = peer.version
+    return figures | {f"without_{name}": reason for name, reason in peers.absent.items()}
+
+
+def report(benchmark: BenchmarkFixture, **further: Any) -> None:
+    benchmark.extra_info |= further
+    print("\n" + ", ".join(f"{key} {value}" for key, value in benchmark.extra_info.items()))  # noqa: T201
+
+
+def assert_hits(results: dict[str, list[Any]]) -> dict[str, int]:
+    assert {sum(result["hits"]) for result in results["ours"]} == {CONVERSATION_HITS}
+    assert all(result["hits"] == results["ours"][0]["hits"] for result in results.get("vllm", []))
+    return {f"{name}_hit_tokens": sum(turns[0]["hits"]) for name, turns in results.items()}
+
+
+@pytest.mark.benchmark(group="admission, conversation trace, 100,000 blocks of 16, 64 running", timer=CLOCK.read)
+def test_admission(benchmark: BenchmarkFixture, conversation: Any, peers: Peers) -> None:
+    results = compare(benchmark, "per sequence", conversation, peers, "admission", "requests")
+    further: dict[str, float] = {}
+    for name, turns in results.items():
+        further[f"{name}_us_per_block"] = round(statistics.median(us_each(turns, "admission", "blocks")), 3)
+        further[f"{name}_release_us_per_block"] = round(statistics.median(us_each(turns, "release", "blocks")), 3)
+    if "vllm" in results:
+        seconds = statistics.median(result["request_seconds"] for result in results["vllm"])
+        further["vllm_of_which_request_us_per_block"] = round(seconds / benchmark.extra_info["blocks"] * 1e6, 3)
+    report(benchmark, **further, **assert_hits(results), aim_times_nano_vllm=4)
+
+
+@pytest.mark.parametrize("path", ["per sequence", batched])
+@pytest.mark.benchmark(group="append, conversation trace, 100,000 blocks of 16, 64 running", timer=CLOCK.read)
+def test_append(benchmark: BenchmarkFixture, conversation: Any, peers: Peers, path: str) -> None:
+    results = compare(benchmark, path, conversation, peers, "append", "tokens")
+    report(benchmark, **assert_hits(results), aim_times_nano_vllm=4, aim_times_vllm=25)
+
+
+@pytest.mark.parametrize("path", ["per sequence", batched])
+@pytest.mark.benchmark(group="401 decode steps of 256 sequences, 500-1000 tokens of prompt, block 16", timer=CLOCK.read)
+def test_decode_step(benchmark: BenchmarkFixture, peers: Peers, path: str) -> None:
+    """The sequences are at any phase of their blocks: in a mean step, one in sixteen crosses into a new one."""
+    work = workload.unrelated(256, (500, 1000), 402, num_blocks=100_000, block_size=BLOCK_SIZE, max_running=256)
+    results = compare(benchmark, path, work, peers, "append", "steps")
+    counts = results["ours"][0]["counts"]
+    assert (counts["steps"], counts["tokens"]) == (401, 256 * 401)
+    assert all(set(result["hits"]) == {0} for turns in results.values() for result in turns)
+    report(benchmark, aim_times_vllm=50)
+
+
+@pytest.mark.benchmark(group="pool sizes, every block cached, block 16", timer=CLOCK.read)
+def test_pool_sizes(benchmark: BenchmarkFixture) -> None:
+    """Each new block evicts the content of another. nano-vllm caches nothing that is not in use, so it is not here."""
+    sizes = [1_000, 10_000, 100_000, 1_000_000]
+    pools = {size: ours.PerSequence(size, BLOCK_SIZE) for size in sizes}
+    for pool in pools.values():
+        pool.fill()
+    times: dict[str, dict[int, list[float]]] = {
+        "block": {size: [] for size in sizes},
+        "token": {size: [] for size in sizes},
+    }
+
+    def all_sizes() -> None:
+        work = workload.unrelated(
+            200, (100, 500), 33, num_blocks=0, block_size=BLOCK_SIZE, max_running=16, seed=len(times["token"][1_000])
+        )
+        for size, pool in pools.items():
+            evictions = pool.manager.stats().evictions
+            result = workload.drive(pool, work)
+            assert set(result["hits"]) == {0}
+            assert pool.manager.stats().evictions - evictions >= result["counts"]["blocks"] - 200
+            seconds, counts = result["seconds"], result["counts"]
+            times["block"][size].append((seconds["admission"] + seconds["release"]) / counts["blocks"] * 1e6)
+            times["token"][size].append(seconds["append"] / counts["tokens"] * 1e6)
+        CLOCK.seconds += sum(seconds.values())  # of the largest
+
+    benchmark.pedantic(all_sizes, rounds=ROUNDS)
+    figures: dict[str, Any] = {}
+    for operation, unit in (("admit_and_release", "block"), ("append", "token")):
+        by_size = times[unit]
+        figures[f"{operation}_us_per_{unit}"] = {size: round(statistics.median(by_size[size]), 3) for size in sizes}
+        ratios = [large / small for large, small in zip(by_size[sizes[-1]], by_size[sizes[0]], strict=True)]
+        figures[f"{operation}_largest_over_smallest"] = round(statistics.median(ratios), 2)
+    report(benchmark, **figures)
+
+
+@pytest.mark.benchmark(group="memory of a pool of 20,000 blocks of 16; the time is what making it takes")
+def test_memory(benchmark: BenchmarkFixture, peers: Peers) -> None:
+    """Bytes of Python objects for each block: of a pool just made, and of one whose blocks have all been used."""
+    work = workload.unrelated(80, (4500, 5500), 2, num_blocks=20_000, block_size=BLOCK_SIZE, max_running=4)
+    make = partial(make_ours, "per sequence", work)
+    results = {"ours": workload.bytes_per_block(make, work), **peers.do("memory", work)}
+    benchmark.pedantic(make, rounds=ROUNDS)
+    for name, figures in results.items():
+        assert 0 < figures["new"] < figures["used"]
+        benchmark.extra_info |= {f"{name}_bytes_per_block_{when}": round(value, 1) for when, value in figures.items()}
+    report(benchmark, blocks=20_000, **{f"without_{name}": reason for name, reason in peers.absent.items()})
+
+
+@pytest.mark.benchmark(group="prefix hashing, 100 prompts of 1,600 tokens, block 16", timer=CLOCK.read)
+def test_hashing(benchmark: BenchmarkFixture, peers: Peers) -> None:
+    """Hashing a prompt's blocks as the prefix cache does, beside the bare hash function on bytes that are there."""
+    work = workload.unrelated(100, (1600, 1600), 2, num_blocks=100, block_size=BLOCK_SIZE, max_running=1)
+    manager = BlockManager(100, BLOCK_SIZE)
+    prompts = [request["prompt"] for request in work["requests"]]
+    keys = [[manager.sequence(prompt).key(i, BLOCK_SIZE) for i in range(100)] for prompt in prompts]
+    root = SHARED.root_hash(xxh3_chained)
+    hashed: list[int] = []
+
+    def hash_block(tokens: bytes, parent_hash: int) -> int:
+        hashed.append(xxh3_chained(tokens, parent_hash))
+        return hashed[-1]
+
+    times: dict[str, list[float]] = {"ours": [], "bare": [], **{peer.name: [] for peer in peers.present}}
+
+    def bare() -> list[int]:
+        hashes = []
+        for prompt in keys:
+            chained = root
+            for key in prompt:
+                chained = xxh3_64_intdigest(key, seed=chained)
+            hashes.append(chained)
+        return hashes
+
+    def per_block(seconds: float) -> float:
+        return seconds / 10_000 * 1e6
+
+    def others_turn() -> None:
+        times["bare"].append(per_block(workload.seconds_each(bare)))
+        for name, seconds in peers.do("hash", work).items():
+            times[name].append(per_block(seconds))
+
+    def our_turn() -> list[int]:
+        seqs = [manager.sequence(prompt) for prompt in prompts]
+        hashes = []
+        started = perf_counter()
+        for seq in seqs:
+            chained = root
+            for key in seq.keys(0, 100, BLOCK_SIZE):
+                chained = xxh3_chained(key, chained)
+            hashes.append(chained)
+        seconds = perf_counter() - started
+        CLOCK.seconds += seconds
+        times["ours"].append(per_block(seconds))
+        return hashes
+
+    # The manager itself computes these hashes, each once, on top of the namespace's.
+    ours.PerSequence(101, BLOCK_SIZE, hash_block=hash_block).admit(prompts[0], 0)
+    assert len(hashed) == 1 + 100
+    assert hashed[-1] == bare()[0]
+    assert benchmark.pedantic(our_turn, setup=others_turn, rounds=ROUNDS) == bare()
+    over_bare = statistics.median(mine / floor for mine, floor in zip(times["ours"], times["bare"], strict=True))
+    report(benchmark, **beside(times, "us_per_block", peers), ours_over_bare=round(over_bare, 2))
