@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvproof.allocator import HashBlock, InvariantViolation, xxh3_chained
+from kvproof.allocator import HashBlock, InvariantViolation, KvproofError, xxh3_chained
 from kvproof.fuzz.canonical import State
 from kvproof.fuzz.spec.scopes import Graph, Scope
 from kvproof.fuzz.world import Action, World
@@ -107,7 +107,7 @@ def _check_steps_in_flight(before: State, after: State) -> None:
             raise InvariantViolation("I14", f"step {place} in flight may still use blocks {sorted(lost)}")
 
 
-class Broken(Exception):
+class Broken(KvproofError):
     """`action` breaks the manager in `source`."""
 
     def __init__(self, source: State, action: Action, error: Exception) -> None:

@@ -45,7 +45,7 @@ def _timed(part: Part, full: bool) -> Iterator[tuple[Check, float]]:
         for check in part.checks(full):
             yield check, time.monotonic() - start
             start = time.monotonic()
-    except (KvproofError, TimeoutError) as error:
+    except (KvproofError, TimeoutError, ValueError) as error:
         yield Check(what=part.name, right=False, detail=str(error)), time.monotonic() - start
 
 

@@ -25,8 +25,8 @@ class Check:
 class Part:
     """`checks(full)` makes the checks one by one: a selection that takes a minute or so, or with `full` all there are.
 
-    A part that is `full_only` runs when all is asked for, or when it is by name. A `KvproofError` or a `TimeoutError`
-    out of it ends the part and counts as a check that failed.
+    A part that is `full_only` runs when all is asked for, or when it is by name. A part ends, and counts as a failed
+    check, with a `KvproofError`, a `TimeoutError`, or the `ValueError` of a fault that does not fit its source.
     """
 
     name: str

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from kvproof.fuzz.explore import HASHES, explore
-from kvproof.fuzz.spec import code_faults, faults
+from kvproof.fuzz.spec import code_faults, faults, traces, window
 from kvproof.fuzz.spec.checks import Check, Part
+from kvproof.fuzz.spec.proof import prove
 from kvproof.fuzz.spec.scopes import SCOPES, Graph, Scope, scope_named
 from kvproof.fuzz.spec.sets import compare
 from kvproof.fuzz.spec.tlc import check
@@ -39,6 +41,18 @@ def sets(full: bool) -> Iterator[Check]:
             detail="" if found.equal else one_sided,
             states=found.num_states,
             transitions=found.num_edges,
+        )
+
+
+def proof(full: bool) -> Iterator[Check]:
+    for subject, group in groupby(prove(), key=lambda obligation: obligation.subject):
+        obligations = list(group)
+        unproved = [obligation.claim for obligation in obligations if not obligation.proved]
+        yield Check(
+            what=f"{subject}: {len(obligations)} obligations",
+            right=not unproved,
+            detail=f"not proved: {', '.join(unproved)}",
+            obligations=len(obligations),
         )
 
 
@@ -94,6 +108,9 @@ PARTS = (
     Part("model", "TLC visits every state of the design and finds every invariant to hold", model),
     Part("graph", "the code's graph of states has the size of the design's, and every invariant holds in it", graph),
     Part("sets", "the two graphs have the same states and the same labelled edges", sets),
+    Part("window", "TLC visits every state of the design of sliding windows", window.checks),
+    Part("traces", "the design follows recorded runs of the code at larger scopes", traces.checks),
+    Part("proof", "the invariants are inductive, for any number of blocks and sequences", proof),
     Part(
         "design-faults",
         "faults planted in the design violate what is there for them",

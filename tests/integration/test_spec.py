@@ -11,6 +11,7 @@ import pytest
 
 from kvproof.fuzz import planted
 from kvproof.fuzz.canonical import SequenceState, State
+from kvproof.fuzz.explore import Broken
 from kvproof.fuzz.spec import __main__ as command
 from kvproof.fuzz.spec.checks import Check, Part
 from kvproof.fuzz.spec.faults import FAULTS, Fault, find
@@ -195,6 +196,23 @@ def test_the_command_fails_when_something_is_wrong(capsys: pytest.CaptureFixture
     assert "NOT AS IT SHOULD BE a graph: too small" in told
     assert "NOT AS IT SHOULD BE bad: TLC needs java, which is not on the path" in told
     assert "long: takes long\n  ok full is True" in told
+
+
+@pytest.mark.parametrize("error", [TLCFailed("no"), TimeoutError("no"), ValueError("no")], ids=repr)
+def test_a_part_that_breaks_off_has_failed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks_off(full: bool) -> Iterator[Check]:
+        yield from good(full)
+        raise error
+
+    monkeypatch.setattr(command, "PARTS", (Part("broken", "breaks off", breaks_off),))
+    assert command.main([]) == 1
+
+
+@pytest.mark.usefixtures("tlc")
+def test_code_that_breaks_an_invariant_is_compared_no_further() -> None:
+    fault = next(fault for fault in planted.FAULTS if fault.name == "second release accepted")
+    with fault.planted(), pytest.raises(Broken, match="I10: a second time was accepted"):
+        compare(SMALL)
 
 
 @pytest.mark.usefixtures("parts")
