@@ -41,6 +41,12 @@ class CacheSpec(Validated):
     scale: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="factor of the scores; None is 1/sqrt(head_size)"
     )
+    window: int | None = Field(
+        default=None, ge=1, lt=INT32_LIMIT, description="latest tokens that a token sees, itself included; None is all"
+    )
+    soft_cap: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="scaled scores s become soft_cap * tanh(s / soft_cap)"
+    )
 
     @field_validator("device")
     @classmethod
