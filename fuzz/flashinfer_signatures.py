@@ -1,0 +1,61 @@
+"""The signatures of FlashInfer's paged wrappers in each release, read from its wheel without importing it.
+
+pip download --no-deps --dest wheels flashinfer-python==0.7.4
+python -m kvproof.fuzz.flashinfer_signatures wheels/*.whl > tests/data/flashinfer_signatures.json
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from zipfile import ZipFile
+
+WRAPPERS = {
+    "BatchDecodeWithPagedKVCacheWrapper": "flashinfer/decode.py",
+    "BatchPrefillWithPagedKVCacheWrapper": "flashinfer/prefill.py",
+}
+METHODS = ("__init__", "plan", "run")
+# From 0.6.18 on plan(..., **kwargs) hands its keywords to this method, which has the true signature.
+TRUE_PLAN = "_plan_impl"
+
+
+Signatures = dict[str, dict[str, dict[str, str]]]
+
+
+def signatures(wheel: Path) -> Signatures:
+    """For each wrapper and method, its required and optional parameters, each as names divided by spaces."""
+    with ZipFile(wheel) as archive:
+        return {name: dict(_methods(archive.read(path).decode(), name)) for name, path in WRAPPERS.items()}
+
+
+def _methods(source: str, wrapper: str) -> Iterator[tuple[str, dict[str, str]]]:
+    (found,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == wrapper)
+    # Overloads come before what they declare, so the last definition of a name is the one that runs.
+    methods = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+    for name in METHODS:
+        method = methods[name]
+        if name == "plan" and method.args.kwarg is not None:
+            method = methods[TRUE_PLAN]
+        yield name, _parameters(method.args)
+
+
+def _parameters(args: ast.arguments) -> dict[str, str]:
+    positional = [argument.arg for argument in args.args]
+    first_optional = len(positional) - len(args.defaults)
+    required, optional = positional[1:first_optional], positional[first_optional:]
+    for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        (optional if default is not None else required).append(argument.arg)
+    return {"required": " ".join(required), "optional": " ".join(optional)}
+
+
+def main(wheels: list[str]) -> None:
+    tables = {Path(wheel).name.split("-")[1]: signatures(Path(wheel)) for wheel in wheels}
+    json.dump(tables, sys.stdout, indent=1, sort_keys=True)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""The engine on the FlashInfer driver, over the double: what it generates is what the other backends generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from torch import Tensor
+
+from kvproof.allocator import Admission
+from kvproof.attention import AttentionBackend
+from kvproof.attention.reference import ReferenceAttention
+from kvproof.attention.torch_paged import TorchAttention
+from kvproof.backend import Chunk, Engine, EngineBackend, SamplingParams, selection
+from kvproof.backend.registry import Group, load
+from kvproof.fuzz.flashinfer_double import AnySizeOverDouble
+from kvproof.fuzz.machines.engine import EngineMachine
+from kvproof.fuzz.toy import ToyRunner
+
+RUNNER = ToyRunner(max_length=48)  # has no end-of-sequence token
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "flashinfer": AnySizeOverDouble,
+    "torch": TorchAttention,
+    "reference": ReferenceAttention,
+}
+
+
+@pytest.fixture(autouse=True)
+def _over_the_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def load_double(group: Group, name: str) -> object:
+        return AnySizeOverDouble if name == "flashinfer" else load(group, name)
+
+    monkeypatch.setattr(selection, "load", load_double)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_request_gets_what_it_gets_alone() -> None:
+    """Random arrivals, chunked prefills, prefix hits, preemptions and aborts in tiny pools."""
+
+    class Machine(EngineMachine):
+        attention = "flashinfer"
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(max_examples=60, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
+    )
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_a_busy_engine_generates_the_same_on_every_backend(block_size: int) -> None:
+    """The pool holds two of the five requests at most, the budget a third of a prompt; three share a beginning."""
+    generated = {}
+    for attention in BACKENDS:
+        engine = Engine(
+            RUNNER,
+            num_blocks=-(-48 // block_size),
+            block_size=block_size,
+            attention=attention,
+            max_num_seqs=4,
+            max_num_batched_tokens=6,
+        )
+        shared = list(range(8))
+        prompts = [[*shared, 1, 2], [*shared, 9], [*shared, 1, 2, 3, 4, 5, 6, 7, 8], [4], [11, 12] * 5]
+        requests = [engine.add(prompt, SamplingParams(max_tokens=16)) for prompt in prompts]
+        for _ in engine.run():
+            engine.manager.check()
+        generated[attention] = [request.output_token_ids for request in requests]
+        assert engine.stats.num_preemptions > 0
+        assert engine.stats.num_prefix_hit_tokens > 0
+        assert engine.stats.num_steps > 16
+    assert all(len(output) == 16 for output in generated["reference"])
+    assert generated["flashinfer"] == generated["torch"] == generated["reference"]
+
+
+def generate_with_forks(attention: str) -> list[list[int]]:
+    """A prompt in two chunks, forked after each of three steps at the engine's own interface.
+
+    A fork shares a block that is half full until one of the two writes to it, and goes on with the second best token.
+    """
+    backend = EngineBackend(RUNNER.spec.cache_spec(num_blocks=16, block_size=4), attention=attention)
+    manager = backend.manager
+    first = manager.sequence([3, 1, 4, 1, 5, 9])
+    assert manager.admit(first) is Admission.NOW
+    sequences = [first]
+
+    def compute(n: int) -> Tensor:
+        chunks = [Chunk(seq, n) for seq in sequences]
+        logits = RUNNER.forward(backend.begin(chunks))
+        backend.end(chunks)
+        return logits
+
+    compute(4)
+    for n in (2, 1, 1, 1, 1, 1, 1):
+        best = compute(n).topk(2).indices.tolist()
+        if len(sequences) < 4:
+            sequences.append(manager.fork(first))
+            best.append([best[0][1]])
+        for seq, tokens in zip(sequences, best, strict=True):
+            seq.append(tokens[0])
+            assert manager.reserve(seq)
+    manager.check()
+    return [seq.tokens().tolist() for seq in sequences]
+
+
+def test_forked_sequences_generate_the_same_on_every_backend() -> None:
+    generated = {attention: generate_with_forks(attention) for attention in BACKENDS}
+    assert len({tuple(tokens) for tokens in generated["reference"]}) == 4
+    assert generated["flashinfer"] == generated["torch"] == generated["reference"]
