@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvproof.attention import BatchPlan, CacheSpec
-from kvproof.attention.flashinfer import FlashInferAttention
+from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec
 from kvproof.fuzz.flashinfer_double import LazyOverDouble
 
 NUM_BLOCKS = 300
@@ -33,19 +32,20 @@ def make_spec(**changes: Any) -> CacheSpec:
     return CacheSpec(**(fields | changes))
 
 
-def random_spec(random: Random) -> CacheSpec:
+def random_spec(random: Random, **fixed: Any) -> CacheSpec:
     num_kv_heads = random.choice([1, 1, 2])
-    return make_spec(
-        num_heads=num_kv_heads * random.choice([1, 2, 3, 4, 5, 7, 9]),
-        num_kv_heads=num_kv_heads,
-        head_size=random.choice([64, 64, 128, 256]),
-        dtype=random.choice(["bfloat16", "float16"]),
-        block_size=random.choice([1, 2, 3, 5, 8, 16, 24, 32]),
-        layout=random.choice(["NHD", "HND"]),
-        scale=random.choice([None, None, 0.3]),
-        window=random.choice([None, None, 1, 2, 5, 17]),
-        soft_cap=random.choice([None, None, 2.0]),
-    )
+    drawn = {
+        "num_heads": num_kv_heads * random.choice([1, 2, 3, 4, 5, 7, 9]),
+        "num_kv_heads": num_kv_heads,
+        "head_size": random.choice([64, 64, 128, 256]),
+        "dtype": random.choice(["bfloat16", "float16"]),
+        "block_size": random.choice([1, 2, 3, 5, 8, 16, 24, 32]),
+        "layout": random.choice(["NHD", "HND"]),
+        "scale": random.choice([None, None, 0.3]),
+        "window": random.choice([None, None, 1, 2, 5, 17]),
+        "soft_cap": random.choice([None, None, 2.0]),
+    }
+    return make_spec(**(drawn | fixed))
 
 
 def dense(spec: CacheSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,15 +98,20 @@ def random_sequences(random: Random, spec: CacheSpec) -> list[Sequence]:
     return made
 
 
-def run_example(backend_class: type[FlashInferAttention], seed: int) -> None:
+def run_example(
+    backend_class: type[AttentionBackend], seed: int, *, fill: float = math.nan, atol: float = 1e-6, **fixed: Any
+) -> None:
     """Sequences on scattered blocks of a cache full of NaN, some with a common prefix, computed in steps of decodes,
-    chunks, prompts and empty rows. Every output must be right: at once, or on a lazy stream after the last step."""
+    chunks, prompts and empty rows. Every output must be right: at once, or on a lazy stream after the last step.
+
+    `fixed` are fields of the `CacheSpec` that are not to be drawn.
+    """
     random = Random(seed)
     torch.manual_seed(seed)
-    spec = random_spec(random)
+    spec = random_spec(random, **fixed)
     backend = backend_class(spec)
     stream = backend.stream if isinstance(backend, LazyOverDouble) else None
-    backend.cache.fill_(math.nan)
+    backend.cache.fill_(fill)
     sequences = random_sequences(random, spec)
     results: list[tuple[Tensor, Tensor]] = []
     while any(s.done < len(s.q) for s in sequences):
@@ -121,18 +126,19 @@ def run_example(backend_class: type[FlashInferAttention], seed: int) -> None:
         q, k, v = (torch.cat([getattr(s, name)[s.done : s.done + n] for s, n in step]) for name in "qkv")
         if random.random() < 0.5:  # as a slice of a fused projection
             q = torch.stack([q, q], dim=-1)[..., 0]
+        q, k, v = (x.to(spec.device) for x in (q, k, v))
         right = torch.cat([s.right[s.done : s.done + n] for s, n in step])
         results += [(backend.run(0, q, k, v), right), (backend.run(1, q, k, -v), -right)]
         for s, n in step:
             s.done += n
         if stream is None:
-            assert_right(spec, results)
+            assert_right(spec, results, atol)
             results.clear()
     if stream is not None:
         stream.wait()
-        assert_right(spec, results)
+        assert_right(spec, results, atol)
 
 
-def assert_right(spec: CacheSpec, results: list[tuple[Tensor, Tensor]]) -> None:
+def assert_right(spec: CacheSpec, results: list[tuple[Tensor, Tensor]], atol: float) -> None:
     for got, right in results:
-        torch.testing.assert_close(got.double(), right, rtol=TOLERANCE[spec.dtype], atol=1e-6)
+        torch.testing.assert_close(got.cpu().double(), right, rtol=TOLERANCE[spec.dtype], atol=atol)

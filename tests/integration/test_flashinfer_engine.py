@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,3 +115,12 @@ def test_forked_sequences_generate_the_same_on_every_backend() -> None:
     generated = {attention: generate_with_forks(attention) for attention in BACKENDS}
     assert len({tuple(tokens) for tokens in generated["reference"]}) == 4
     assert generated["flashinfer"] == generated["torch"] == generated["reference"]
+
+
+def test_the_gpu_script_can_be_rehearsed_without_one() -> None:
+    script = Path(__file__).parents[1] / "gpu" / "check.py"
+    run = subprocess.run([sys.executable, script, "--double"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    table = run.stdout.split("\n\n")[1].splitlines()
+    kinds = "environment flashinfer flashinfer, torch generation decode, decode, prefill,"
+    assert [line.split()[0] for line in table] == kinds.split()

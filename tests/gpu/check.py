@@ -1,0 +1,230 @@
+"""What tests/gpu/run.sh runs. Prepared, and not run on a GPU yet.
+
+Each check is one line of the table: what, ok or the first line of what went wrong, and the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec, DType
+from kvproof.attention.flashinfer import FlashInferAttention
+from kvproof.attention.reference import ReferenceAttention
+from kvproof.attention.torch_paged import TorchAttention
+from kvproof.backend import Engine, ModelSpec, SamplingParams, Step
+from kvproof.fuzz.flashinfer_double import FlashInferOverDouble
+from kvproof.fuzz.flashinfer_examples import run_example
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
+PEAK_BYTES = 4.8e12  # per second, of an H200's memory
+ATOL = 2e-2  # the kernels round probabilities to 16 bits before they multiply
+
+
+@dataclass
+class Settings:
+    device: str
+    flashinfer: type[FlashInferAttention]
+    examples: int
+    decodes: list[tuple[int, int]]  # (rows, context)
+    prompt: int
+    repeats: int
+
+
+@dataclass
+class Table:
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def add(self, what: str, check: Callable[[], str]) -> None:
+        """Run a check; a failed one is a row too, so that one fault does not hide what comes after it."""
+        started = time.perf_counter()
+        try:
+            result, figures = "ok", check()
+        except Exception as error:
+            result, figures = "FAILED", f"{type(error).__name__}: {error}".splitlines()[0][:150]
+        self.rows.append((what, result, figures))
+        say(f"[{time.perf_counter() - started:6.1f} s] {what}: {result} {figures}")
+
+    def show(self) -> None:
+        say("")
+        for what, result, figures in self.rows:
+            say(f"{what:44} {result:7} {figures}")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def environment(it: Settings) -> str:
+    parts = [f"python {sys.version.split()[0]}", f"torch {torch.__version__}"]
+    if it.device == "cuda":
+        import flashinfer
+
+        parts += [torch.cuda.get_device_name(), f"flashinfer {flashinfer.__version__}"]
+    return ", ".join(parts)
+
+
+def examples(it: Settings, backend: type[AttentionBackend], **fixed: object) -> str:
+    options = {"window": None, "soft_cap": None, "head_size": HEAD_SIZE, "dtype": "bfloat16", "fill": 0.0} | fixed
+    for seed in range(it.examples):
+        run_example(backend, seed, atol=ATOL, device=it.device, **options)
+    return f"{it.examples} examples"
+
+
+class RandomModel:
+    """Two layers of attention with random weights; its logits lie far apart, so that 16 bits are enough to agree."""
+
+    def __init__(self, device: str, dtype: DType = "bfloat16") -> None:
+        self.spec = ModelSpec(
+            architecture="random",
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_size=64,
+            vocab_size=64,
+            max_length=128,
+            dtype=dtype,
+            device=device,
+        )
+        hidden, kv = 4 * 64, 2 * 64
+        self._sizes = [hidden, kv, kv]
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device, getattr(torch, dtype))
+
+        self._tokens, self._positions = weight(64, hidden), weight(128, hidden)
+        self._layers = [(weight(hidden, sum(self._sizes)), weight(hidden, hidden)) for _ in range(2)]
+
+    def forward(self, step: Step) -> Tensor:
+        x = self._tokens[step.token_ids] + self._positions[step.positions]
+        for layer, (qkv, out) in enumerate(self._layers):
+            x = torch.nn.functional.layer_norm(x, x.shape[-1:])
+            q, k, v = (part.unflatten(-1, (-1, 64)) for part in torch.split(x @ qkv, self._sizes, dim=-1))
+            x = x + step.attention(layer, q, k, v).flatten(-2) @ out
+        return torch.nn.functional.layer_norm(x[step.logits_rows], x.shape[-1:]) @ self._tokens.T
+
+
+def generation(it: Settings) -> str:
+    model = RandomModel(it.device)
+    outputs = []
+    for backend in (it.flashinfer, TorchAttention, ReferenceAttention):
+        attention = backend(model.spec.cache_spec(num_blocks=24, block_size=BLOCK_SIZE))
+        engine = Engine(
+            model, num_blocks=24, block_size=BLOCK_SIZE, attention=attention, max_num_seqs=4, max_num_batched_tokens=24
+        )
+        prompts = [list(range(40)), [*range(32), 7, 7], [5], [9, 3] * 20, list(range(30, 60))]
+        requests = [engine.add(prompt, SamplingParams(max_tokens=24)) for prompt in prompts]
+        for _ in engine.run():
+            pass
+        outputs.append([tuple(request.output_token_ids) for request in requests])
+    same = [[ours == right for ours, right in zip(output, outputs[-1], strict=True)].count(True) for output in outputs]
+    if same[0] < len(outputs[-1]):
+        raise AssertionError(f"{same[0]} of {len(outputs[-1])} requests equal the reference's (torch: {same[1]})")
+    return f"{same[0]} requests equal, torch {same[1]}"
+
+
+def seconds(it: Settings, call: Callable[[], object]) -> float:
+    """Of one call, on the device: the best of three series."""
+    series = []
+    for _ in range(3):
+        call()
+        synchronise(it)
+        started = time.perf_counter()
+        for _ in range(it.repeats):
+            call()
+        synchronise(it)
+        series.append((time.perf_counter() - started) / it.repeats)
+    return min(series)
+
+
+def synchronise(it: Settings) -> None:
+    if it.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def planned(it: Settings, rows: int, context: int, query: int) -> tuple[FlashInferAttention, BatchPlan, list[Tensor]]:
+    blocks = -(-context // BLOCK_SIZE)
+    spec = CacheSpec(
+        num_layers=1,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        dtype="bfloat16",
+        device=it.device,
+        num_blocks=rows * blocks,
+        block_size=BLOCK_SIZE,
+    )
+    backend = it.flashinfer(spec)
+    order = torch.randperm(rows * blocks).tolist()
+    tables = [array("i", order[row * blocks : (row + 1) * blocks]) for row in range(rows)]
+    batch = BatchPlan.build(tables, [context] * rows, [query] * rows, BLOCK_SIZE)
+    backend.plan(batch)
+    shapes = [(rows * query, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return backend, batch, [torch.randn(shape, dtype=torch.bfloat16, device=it.device) for shape in shapes]
+
+
+def decode_speed(it: Settings, rows: int, context: int) -> str:
+    """The wrapper alone; our `run`, which also writes the step's keys and values; our `plan` of the step."""
+    backend, batch, (q, k, v) = planned(it, rows, context, 1)
+    out = torch.empty_like(q)
+    lane = backend._lanes[-1]
+    alone = seconds(it, lambda: lane._decode.run(q=q, paged_kv_cache=backend.cache[0], out=out))
+    ours = seconds(it, lambda: backend.run(0, q, k, v))
+    plan = seconds(it, lambda: backend.plan(batch))
+    rate = rows * context * 2 * KV_HEADS * HEAD_SIZE * 2 / alone
+    return (
+        f"wrapper {alone * 1e6:8.1f} us ({rate / 1e12:.2f} TB/s, {rate / PEAK_BYTES:4.0%} of peak), "
+        f"run {ours * 1e6:8.1f} us (+{ours / alone - 1:.0%}), plan {plan * 1e6:6.1f} us"
+    )
+
+
+def prefill_speed(it: Settings) -> str:
+    backend, _, (q, k, v) = planned(it, 1, it.prompt, it.prompt)
+    ours = seconds(it, lambda: backend.run(0, q, k, v))
+    return f"{ours * 1e3:.2f} ms, {2 * it.prompt**2 * HEADS * HEAD_SIZE / ours / 1e12:.0f} TFLOP/s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--double", action="store_true", help="rehearse on the CPU; its figures mean nothing")
+    parser.add_argument("--variants", action="store_true", help="windows, caps, other sizes: each is compiled first")
+    options = parser.parse_args()
+    if options.double:
+        torch.set_num_threads(1)
+        it = Settings("cpu", FlashInferOverDouble, 3, [(1, 64), (4, 32)], 64, 1)
+    else:
+        grid = [(rows, context) for rows in (1, 16, 64, 256) for context in (1024, 4096, 16384)]
+        it = Settings("cuda", FlashInferAttention, 100, grid, 8192, 50)
+    table = Table()
+    table.add("environment", lambda: environment(it))
+    table.add("flashinfer against dense attention", lambda: examples(it, it.flashinfer))
+    table.add("flashinfer, unused slots full of NaN", lambda: examples(it, it.flashinfer, fill=math.nan))
+    table.add("torch against dense attention", lambda: examples(it, TorchAttention))
+    if options.variants:
+        for name, fixed in {
+            "window": {"window": 17},
+            "soft cap": {"soft_cap": 2.0},
+            "float16, head size 64": {"dtype": "float16", "head_size": 64},
+            "head size 256": {"head_size": 256},
+        }.items():
+            table.add(f"flashinfer, {name}", lambda fixed=fixed: examples(it, it.flashinfer, **fixed))
+    table.add("generation equals the reference's", lambda: generation(it))
+    for rows, context in it.decodes:
+        table.add(f"decode, {rows} rows of {context}", lambda r=rows, c=context: decode_speed(it, r, c))
+    table.add(f"prefill, {it.prompt} tokens", lambda: prefill_speed(it))
+    table.show()
+    return int(any(result != "ok" for _, result, _ in table.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
