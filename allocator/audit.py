@@ -52,23 +52,30 @@ def _free_list_is_the_unreferenced(manager: BlockManager) -> None:
 def _index_names_present_content(manager: BlockManager) -> None:
     pool, index = manager.pool, manager.index
     carried: dict[int, Node] = {}
-    for node in index.nodes():
-        if not node.blocks:
-            raise InvariantViolation("I3", f"no block carries {node}")
+    alive = set(index.nodes())
+    for node in alive:
         for block in node.blocks:
             if block in carried:
                 raise InvariantViolation("I3", f"block {block} carries both {carried[block]} and {node}")
             carried[block] = node
+    children = {root: root.children for root in index.roots()}
+    children |= {node: node.children for node in alive}
+    families = {child: parent for parent, family in children.items() for child in family}
+    for node in alive:
         parent = node.parent
-        if parent is None or node not in parent.children:
-            raise InvariantViolation("I4", f"{node} is not among its parent's children")
-        if not parent.blocks and parent is not index.root(node.namespace):
+        if parent not in children:
             raise InvariantViolation("I4", f"{node} has outlived its parent")
-        if index.find(parent, node.tokens, node.hash) is not node:
+        if families.get(node) != parent:
+            raise InvariantViolation("I4", f"{node} is not among its parent's children")
+        if index.find(parent.number, node.tokens, node.hash) != node.number:
             raise InvariantViolation("I3", f"{node} can't be found by its content")
+    for root in index.roots():
+        if not root.children:
+            raise InvariantViolation("I4", f"{root}, a root, has outlived its children")
     for block in range(pool.num_reserved, pool.num_blocks):
-        if pool.content(block) is not carried.get(block):
-            raise InvariantViolation("I3", f"block {block} holds {pool.content(block)}, the index says otherwise")
+        content = manager._prefixes.content(block)
+        if content != carried.get(block):
+            raise InvariantViolation("I3", f"block {block} holds {content}, the index says otherwise")
 
 
 def _tables_match_their_sequences(manager: BlockManager) -> None:
@@ -85,12 +92,13 @@ def _tables_match_their_sequences(manager: BlockManager) -> None:
                     raise InvariantViolation("I6", f"block {block} was published before it was computed by {seq}")
                 if pool.refs(block) != 1:
                     raise InvariantViolation("I5", f"block {block}, to be written by {seq}, has other owners")
-        parent: Node | None = manager.index.root(seq.namespace)
+        root = manager.index.root(seq.namespace)
+        parent = manager.index.node(root) if root else None
         for i, block in enumerate(seq.block_table[: seq.num_computed // size]):
-            node = pool.content(block) if block >= pool.num_reserved else None
+            node = manager._prefixes.content(block) if block >= pool.num_reserved else None
             if node is not None:
                 if node.namespace != seq.namespace:
                     raise InvariantViolation("I9", f"{seq} of {seq.namespace} reads block {block} of {node.namespace}")
-                if node.tokens != seq.key(i, size) or (parent is not None and node.parent is not parent):
+                if node.tokens != seq.key(i, size) or (parent is not None and node.parent != parent):
                     raise InvariantViolation("I3", f"block {block}, entry {i} of {seq}, is published as other content")
             parent = node

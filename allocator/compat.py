@@ -14,10 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from xxhash import xxh64_intdigest
 
 from kvproof.allocator.errors import InvalidArgument, KvproofError, SequenceStateError
-from kvproof.allocator.index import Node
 from kvproof.allocator.manager import Admission
 from kvproof.allocator.manager import BlockManager as Allocator
-from kvproof.allocator.pool import BlockPool
 from kvproof.allocator.sequence import Sequence as Allocation
 
 Item = TypeVar("Item")
@@ -49,10 +47,10 @@ class _Entry(NamedTuple):
 class Block:
     """One block as it is now. Read-only. A block has a hash and tokens while it is findable, else -1 and none."""
 
-    __slots__ = ("_block_id", "_pool")
+    __slots__ = ("_block_id", "_manager")
 
-    def __init__(self, pool: BlockPool[Node], block_id: int) -> None:
-        self._pool = pool
+    def __init__(self, manager: Allocator, block_id: int) -> None:
+        self._manager = manager
         self._block_id = block_id
 
     @property
@@ -61,17 +59,17 @@ class Block:
 
     @property
     def ref_count(self) -> int:
-        return self._pool.refs(self._block_id)
+        return self._manager.pool.refs(self._block_id)
 
     @property
     def hash(self) -> int:
-        node = self._pool.content(self._block_id)
+        node = self._manager.content(self._block_id)
         return -1 if node is None else node.hash
 
     @property
     def token_ids(self) -> list[int]:
         """A copy."""
-        node = self._pool.content(self._block_id)
+        node = self._manager.content(self._block_id)
         return [] if node is None else list(_token_ids(node.tokens))
 
 
@@ -100,7 +98,7 @@ class BlockManager:
         # Tables only grow, as this interface has it. Both copies of a duplicate are findable.
         self.manager = Allocator(num_blocks, block_size, merge_duplicates=False, hash_block=self._hash_block)
         self.block_size = block_size
-        self._blocks = tuple(Block(self.manager.pool, block_id) for block_id in range(num_blocks))
+        self._blocks = tuple(Block(self.manager, block_id) for block_id in range(num_blocks))
         self._entries: dict[NanoSequence, _Entry] = {}
         self._unpublished: OrderedDict[NanoSequence, _Entry] = OrderedDict()  # those with a full block to publish
         self._asked: tuple[NanoSequence, _Entry] | None = None  # a scheduler asks for one sequence again and again

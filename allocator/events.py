@@ -89,7 +89,7 @@ class EventLog:
 
     def stored(self, node: Node, parent: Node) -> None:
         """`node` is new below `parent`."""
-        if self._removed or (self._stored and self._stored[-1] is not parent):
+        if self._removed or (self._stored and self._stored[-1] != parent):
             self._end_run()
         self._identities[node] = block_identity(self.identity(parent), node.tokens)
         self._stored.append(node)

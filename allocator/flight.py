@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvproof.allocator.errors import SequenceStateError, shown
-from kvproof.allocator.index import Node
 from kvproof.allocator.pool import BlockPool
 from kvproof.allocator.sequence import Sequence
 
@@ -13,7 +12,7 @@ from kvproof.allocator.sequence import Sequence
 class Flights:
     """The launched steps, numbered from 0, which retire in the order of their launch."""
 
-    def __init__(self, pool: BlockPool[Node]) -> None:
+    def __init__(self, pool: BlockPool[int]) -> None:
         self._pool = pool
         self._parked: dict[int, list[int]] = {}  # by step; a parked block keeps the reference its table held
         self._num_launched = 0
@@ -34,13 +33,14 @@ class Flights:
         for block in self._parked.pop(step):
             self._pool.release(block)
 
-    def drop(self, seq: Sequence, block: int) -> None:
-        """Give up the reference that an entry of `seq`'s table held: now, or when its step has retired."""
+    def drop(self, seq: Sequence, blocks: Iterable[int]) -> None:
+        """Give up the references that entries of `seq`'s table held: now, or when its step has retired."""
         parked = self._parked.get(seq._flight) if seq._flight is not None else None
         if parked is None:
-            self._pool.release(block)
+            for block in blocks:
+                self._pool.release(block)
         else:
-            parked.append(block)
+            parked.extend(blocks)
 
     @property
     def steps(self) -> dict[int, list[int]]:

@@ -1,110 +1,253 @@
-"""From content to blocks: the prefix cache's index, a tree of block contents reached by hash."""
+"""From content to blocks: the prefix cache's index, trees of block contents reached by hash."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvproof.allocator.events import EventLog
 from kvproof.allocator.hashing import Namespace
 
+NONE = 0
+"""No node."""
 
-class Node:
-    """The identity of one block's content: these tokens after that parent.
-
-    A node is alive while at least one block carries its content, and dies for good: the same tokens written later
-    get a new node with a new `uid`. Parents are compared by identity, so a recycled block cannot pose as its
-    predecessor. A namespace's root is a node without tokens and without blocks.
-    """
-
-    __slots__ = ("blocks", "children", "collision", "hash", "namespace", "parent", "tokens", "uid")
-
-    def __init__(self, uid: int, namespace: Namespace, parent: Node | None, tokens: bytes, hash: int) -> None:
-        self.uid = uid
-        self.namespace = namespace
-        self.parent = parent
-        self.tokens = tokens
-        self.hash = hash
-        self.blocks: list[int] = []
-        self.children: set[Node] = set()
-        self.collision: Node | None = None  # the next node of the same hash
-
-    def __repr__(self) -> str:
-        return f"Node(uid={self.uid}, parent={self.parent and self.parent.uid}, blocks={self.blocks})"
+_PLACE_BITS = 32
+_PLACE = 2**_PLACE_BITS - 1
 
 
 class PrefixIndex:
-    """Finds the node of (parent, tokens) through a hash that may collide: one tree of nodes per namespace."""
+    """Finds the node of (parent, tokens) through a hash that may collide: one tree of nodes per namespace.
+
+    A *node* is the identity of one block's content: these tokens after that parent. It is alive while at least one
+    block carries its content, and dies for good: the same tokens written later get a new node. A namespace's root is
+    a node without tokens and without blocks, alive while it has children.
+
+    Nodes are integers: a number that is never used again, so that a recycled block cannot pose as its predecessor, and
+    below it the node's place in the arrays here. An object for each would be twice the memory, and would keep the
+    garbage collector busy for as long as all the rest takes. Who wants to look at one gets a `Node`.
+    """
 
     def __init__(self, events: EventLog | None = None) -> None:
         self._events = events
-        self._buckets: dict[int, Node] = {}
-        self._roots: dict[Namespace, Node] = {}
-        self._last_uid = 0
+        self._buckets: dict[int, int] = {}  # the first node of each hash
+        self._roots: dict[Namespace, int] = {}
+        self._namespaces: dict[int, Namespace] = {}  # of the roots
+        self._more_blocks: dict[int, tuple[int, ...]] = {}  # of nodes that several blocks carry, all but the first
+        self._last_number = 0
+        # By place. Links are nodes, and `NONE` in a place that is free.
+        self._block: list[int] = []
+        self._parent: list[int] = []
+        self._tokens: list[bytes] = []
+        self._hash: list[int] = []
+        self._collision: list[int] = []  # the next one of the same hash
+        self._child: list[int] = []  # the youngest
+        self._older: list[int] = []  # the parent's next older child
+        self._younger: list[int] = []
+        self._free_places: list[int] = []
 
-    def root(self, namespace: Namespace) -> Node:
-        """The parent of every first block in `namespace`. The index keeps it only while it has children."""
-        return self._roots.get(namespace) or Node(0, namespace, None, b"", 0)
+    def root(self, namespace: Namespace) -> int:
+        """The parent of the namespace's first blocks, `NONE` when it has none."""
+        return self._roots.get(namespace, NONE)
 
-    def find(self, parent: Node, tokens: bytes, hash: int) -> Node | None:
-        """The live node of exactly `tokens` after exactly `parent`."""
-        node = self._buckets.get(hash)
-        while node is not None and not (node.parent is parent and node.tokens == tokens):
-            node = node.collision
+    def plant(self, namespace: Namespace) -> int:
+        """The namespace's root, a new one if it has none; it is forgotten with its last child."""
+        root = self._roots.get(namespace, NONE)
+        if not root:
+            root = self._new(0, NONE, b"", 0)
+            self._roots[namespace] = root
+            self._namespaces[root] = namespace
+        return root
+
+    def find(self, parent: int, tokens: bytes, hash: int) -> int:
+        """The live node of exactly `tokens` after exactly `parent`, or `NONE`."""
+        node = self._buckets.get(hash, NONE)
+        while node:
+            place = node & _PLACE
+            if self._parent[place] == parent and self._tokens[place] == tokens:
+                break
+            node = self._collision[place]
         return node
 
-    def add(self, block: int, parent: Node, tokens: bytes, hash: int) -> Node:
-        """Make `block` the first to carry `tokens` after `parent`: a node that `find` did not find."""
-        self._last_uid += 1
-        node = Node(self._last_uid, parent.namespace, parent, tokens, hash)
-        node.blocks.append(block)
-        node.collision = self._buckets.get(hash)
+    def add(self, block: int, parent: int, tokens: bytes, hash: int) -> int:
+        """Let a node live: `block` is the first to carry `tokens` after a live `parent`, where `find` found none."""
+        node = self._new(block, parent, tokens, hash)
+        place, above = node & _PLACE, parent & _PLACE
+        if hash in self._buckets:
+            self._collision[place] = self._buckets[hash]
         self._buckets[hash] = node
-        parent.children.add(node)
-        if parent.parent is None:
-            self._roots[parent.namespace] = parent
+        older = self._child[above]
+        if older:
+            self._older[place] = older
+            self._younger[older & _PLACE] = node
+        self._child[above] = node
         if self._events is not None:
-            self._events.stored(node, parent)
+            self._events.stored(Node(self, node), Node(self, parent))
         return node
 
-    def remove(self, block: int, node: Node) -> list[int]:
+    def carry(self, block: int, node: int) -> None:
+        """Make `block` one more that carries a live node's content."""
+        self._more_blocks[node] = (*self._more_blocks.get(node, ()), block)
+
+    def blocks(self, node: int) -> tuple[int, ...]:
+        """The blocks that carry a live node's content, in the order in which they came to."""
+        return (self._block[node & _PLACE], *self._more_blocks.get(node, ())) if node not in self._namespaces else ()
+
+    def remove(self, block: int, node: int) -> list[int]:
         """`block` carries `node`'s content no longer.
 
         When it was the last one, the node's descendants can't be reached any more: they go too, and the blocks that
         carried them are returned, in ascending order, for their owner to withdraw.
         """
-        node.blocks.remove(block)
+        if node in self._more_blocks:
+            left = list(self.blocks(node))
+            left.remove(block)
+            self._block[node & _PLACE] = left[0]
+            del self._more_blocks[node]
+            if left[1:]:
+                self._more_blocks[node] = tuple(left[1:])
+            return []
+        place = node & _PLACE
+        older, younger, parent = self._older[place], self._younger[place], self._parent[place]
         orphans: list[int] = []
-        dying = [] if node.blocks else [node]
+        dying = [node]
         while dying:
             dead = dying.pop()
-            orphans += dead.blocks
-            dying += sorted(dead.children, key=lambda child: child.uid)
+            if dead != node:
+                orphans += self.blocks(dead)
+            dying += self._children(dead)
             self._forget(dead)
+        self._close_gap(older, younger, parent)
         return sorted(orphans)
+
+    def node(self, node: int) -> Node:
+        """What a live node stands for."""
+        return Node(self, node)
+
+    def roots(self) -> Iterator[Node]:
+        """The roots of the namespaces that have nodes."""
+        return (Node(self, root) for root in self._roots.values())
 
     def nodes(self) -> Iterator[Node]:
         """Every live node, roots left out."""
         for hash in self._buckets:
-            yield from self._bucket(hash)
+            for node in self._bucket(hash):
+                yield Node(self, node)
 
-    def _bucket(self, hash: int) -> Iterator[Node]:
-        node = self._buckets.get(hash)
-        while node is not None:
+    def _bucket(self, hash: int) -> Iterator[int]:
+        node = self._buckets.get(hash, NONE)
+        while node:
             yield node
-            node = node.collision
+            node = self._collision[node & _PLACE]
 
-    def _forget(self, node: Node) -> None:
+    def _children(self, node: int) -> list[int]:
+        """Oldest first."""
+        children = []
+        child = self._child[node & _PLACE]
+        while child:
+            children.append(child)
+            child = self._older[child & _PLACE]
+        children.reverse()
+        return children
+
+    def _new(self, block: int, parent: int, tokens: bytes, hash: int) -> int:
+        if not self._free_places:
+            self._grow()
+        place = self._free_places.pop()
+        self._last_number += 1
+        self._block[place] = block
+        self._parent[place] = parent
+        self._tokens[place] = tokens
+        self._hash[place] = hash
+        return self._last_number << _PLACE_BITS | place
+
+    def _grow(self) -> None:
+        """Room for as many nodes again."""
+        size = len(self._tokens)
+        more = max(size, 16)
+        links = (self._parent, self._collision, self._child, self._older, self._younger)
+        for numbers in (self._block, self._hash, *links):
+            numbers += [NONE] * more
+        self._tokens += [b""] * more
+        self._free_places.extend(range(size + more - 1, size - 1, -1))
+
+    def _forget(self, node: int) -> None:
         if self._events is not None:
-            self._events.removed(node)
-        if self._buckets[node.hash] is not node:
-            before = next(n for n in self._bucket(node.hash) if n.collision is node)
-            before.collision = node.collision
-        elif node.collision is not None:
-            self._buckets[node.hash] = node.collision
+            self._events.removed(Node(self, node))
+        place = node & _PLACE
+        hash, after = self._hash[place], self._collision[place]
+        if self._buckets[hash] != node:
+            before = next(other for other in self._bucket(hash) if self._collision[other & _PLACE] == node)
+            self._collision[before & _PLACE] = after
+        elif after:
+            self._buckets[hash] = after
         else:
-            del self._buckets[node.hash]
-        parent = node.parent
-        if parent is not None:
-            parent.children.remove(node)
-            if parent.parent is None and not parent.children:
-                del self._roots[node.namespace]
+            del self._buckets[hash]
+        self._more_blocks.pop(node, None)
+        self._free(place)
+
+    def _close_gap(self, older: int, younger: int, parent: int) -> None:
+        """A child has died between these two of `parent`'s; a root that has no other goes with it."""
+        if older:
+            self._younger[older & _PLACE] = younger
+        if younger:
+            self._older[younger & _PLACE] = older
+        else:
+            self._child[parent & _PLACE] = older
+            if not older and parent in self._namespaces:
+                del self._roots[self._namespaces.pop(parent)]
+                self._free(parent & _PLACE)
+
+    def _free(self, place: int) -> None:
+        self._collision[place] = self._child[place] = self._older[place] = self._younger[place] = NONE
+        self._tokens[place] = b""
+        self._free_places.append(place)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A live node, for those who look; equal to every other view of it."""
+
+    index: PrefixIndex
+    number: int
+
+    @property
+    def uid(self) -> int:
+        """Counts the nodes of this index: no two have the same, roots included."""
+        return self.number >> _PLACE_BITS
+
+    @property
+    def parent(self) -> Node | None:
+        """None of a root."""
+        parent = self.index._parent[self.number & _PLACE]
+        return Node(self.index, parent) if parent else None
+
+    @property
+    def namespace(self) -> Namespace:
+        node = self.number
+        while node not in self.index._namespaces:
+            node = self.index._parent[node & _PLACE]
+        return self.index._namespaces[node]
+
+    @property
+    def tokens(self) -> bytes:
+        """What its blocks hold, see `Sequence.key`."""
+        tokens: bytes = self.index._tokens[self.number & _PLACE]
+        return tokens
+
+    @property
+    def hash(self) -> int:
+        hash: int = self.index._hash[self.number & _PLACE]
+        return hash
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Those that carry its content; none of a root."""
+        return self.index.blocks(self.number)
+
+    @property
+    def children(self) -> list[Node]:
+        """The live nodes whose parent this is, oldest first."""
+        return [Node(self.index, child) for child in self.index._children(self.number)]
+
+    def __repr__(self) -> str:
+        return f"Node(uid={self.uid}, parent={self.parent and self.parent.uid}, blocks={self.blocks})"

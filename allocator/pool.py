@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -55,12 +56,13 @@ class BlockPool(Generic[Content]):
         require_int("num_reserved", num_reserved, 0, num_blocks - 1)
         self.num_blocks = num_blocks
         self.num_reserved = num_reserved
-        self._refs = [0] * num_blocks
+        # Arrays of machine integers: 24 bytes a block, content apart.
+        self._refs = array("i", bytes(4 * num_blocks))
         self._content: list[Content | None] = [None] * num_blocks
-        self._published = [0] * num_blocks  # when it got its content
+        self._published = array("q", bytes(8 * num_blocks))  # when it got its content
         self.clock = 0  # blocks taken so far
         # Blocks without content, a stack: the last released is the likeliest to be in a processor's cache.
-        self._empty = list(range(num_blocks - 1, num_reserved - 1, -1))
+        self._empty = array("i", range(num_blocks - 1, num_reserved - 1, -1))
         self._cached = policy if policy is not None else LRU()
         self._on_evict = on_evict
 
@@ -75,7 +77,7 @@ class BlockPool(Generic[Content]):
 
     def free_lists(self) -> tuple[list[int], list[int]]:
         """The FREE blocks and the CACHED ones, each in the order in which they will be taken."""
-        return self._empty[::-1], list(self._cached)
+        return self._empty.tolist()[::-1], list(self._cached)
 
     def refs(self, block: int) -> int:
         """References held on `block`."""
@@ -87,7 +89,8 @@ class BlockPool(Generic[Content]):
 
     def content(self, block: int) -> Content | None:
         """What `block` is findable by, or None."""
-        self.refs(block)  # there is such a block
+        if not self.num_reserved <= block < self.num_blocks:
+            self.refs(block)  # there is no such block
         return self._content[block]
 
     def age(self, block: int) -> int:
@@ -108,15 +111,32 @@ class BlockPool(Generic[Content]):
         require_int("n", n, 0, MAX_BLOCKS)
         if n > self.num_free:
             raise IllegalTransition(f"cannot take {n} blocks, {self.num_free} are free")
-        return [self._take() for _ in range(n)]
+        kept = len(self._empty) - n
+        if kept >= 0:
+            taken = self._empty[kept:].tolist()
+            taken.reverse()
+            del self._empty[kept:]
+            self.clock += n
+        else:
+            taken = self._take_and_evict(n)
+        for block in taken:
+            self._refs[block] = 1
+        return taken
 
-    def _take(self) -> int:
-        self.clock += 1
-        if not self._empty:
-            self._evict()
-        block = self._empty.pop()
-        self._refs[block] = 1
-        return block
+    def _take_and_evict(self, n: int) -> list[int]:
+        taken: list[int] = []
+        clock = self.clock
+        try:
+            for _ in range(n):
+                self.clock += 1
+                if not self._empty:
+                    self._evict()
+                taken.append(self._empty.pop())
+        except BaseException:  # a policy that fails: what it has evicted stays so, nothing else has happened
+            self._empty.extend(reversed(taken))
+            self.clock = clock
+            raise
+        return taken
 
     def _evict(self) -> None:
         block = self._cached.pop()
@@ -143,10 +163,11 @@ class BlockPool(Generic[Content]):
 
     def release(self, block: int) -> None:
         """One reference less; the last one returns the block to the free list, with its content if it has any."""
-        if self.refs(block) == 0:
+        refs = self.refs(block)
+        if refs == 0:
             raise IllegalTransition(f"block {block} is {self.state(block)}: there is no reference to release")
-        self._refs[block] -= 1
-        if self._refs[block] == 0:
+        self._refs[block] = refs - 1
+        if refs == 1:
             if self._content[block] is None:
                 self._empty.append(block)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvproof.allocator.events import EventLog
 from kvproof.allocator.hashing import HashBlock
-from kvproof.allocator.index import Node, PrefixIndex
+from kvproof.allocator.index import NONE, Node, PrefixIndex
 from kvproof.allocator.policy import EvictionPolicy
 from kvproof.allocator.pool import BlockPool
 from kvproof.allocator.sequence import Sequence
@@ -24,7 +24,7 @@ class PrefixCache:
         hash_block: HashBlock,
         events: bool,
     ) -> None:
-        self.pool: BlockPool[Node] = BlockPool(
+        self.pool: BlockPool[int] = BlockPool(
             num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self._evicted
         )
         self.events = EventLog(block_size) if events else None
@@ -33,43 +33,64 @@ class PrefixCache:
         self.block_size = block_size
         self._hash_block = hash_block
 
-    def find(self, seq: Sequence, limit: int) -> list[Node]:
+    def content(self, block: int) -> Node | None:
+        """What `block` is findable by."""
+        node = self.pool.content(block)
+        return None if node is None else self.index.node(node)
+
+    def find(self, seq: Sequence, limit: int) -> list[int]:
         """The nodes of the sequence's longest findable prefix of at most `limit` blocks."""
-        nodes: list[Node] = []
-        parent = self.index.root(seq.namespace)
-        for i in range(limit):
-            node = self.index.find(parent, seq.key(i, self.block_size), self._hash(seq, i))
-            if node is None:
-                break
-            nodes.append(node)
-            parent = node
+        nodes: list[int] = []
+        node = self.index.root(seq.namespace)
+        while node and len(nodes) < limit:
+            i = len(nodes)
+            node = self.index.find(node, seq.key(i, self.block_size), self._hashes(seq, i + 1)[i])
+            if node:
+                nodes.append(node)
         return nodes
 
-    def carrier(self, node: Node) -> int:
+    def carrier(self, node: int) -> int:
         """One of the blocks that carry a node's content, a referenced one if possible: it costs no free block."""
-        return max(node.blocks, key=lambda block: self.pool.refs(block) > 0)
+        blocks = self.index.blocks(node)
+        return blocks[0] if len(blocks) == 1 else max(blocks, key=lambda block: self.pool.refs(block) > 0)
 
-    def prepare(self, seq: Sequence, num_blocks: int) -> None:
-        """Hash the sequence's first blocks, so that a hash function that fails does so before anything has changed."""
-        if num_blocks:
-            self._hash(seq, num_blocks - 1)
+    def prepare(self, seq: Sequence, first: int, stop: int) -> list[bytes]:
+        """The keys of the sequence's computed blocks `first` to `stop`, for `publish`.
 
-    def publish(self, seq: Sequence, i: int) -> Node | None:
-        """Make the sequence's computed block `i` findable, unless equal content is: then its node, unchanged."""
-        parent = self._parent(seq, i)
-        if parent is None:
-            return None  # its prefix can't be found, so neither could it
-        key, hash = seq.key(i, self.block_size), self._hash(seq, i)
-        node = self.index.find(parent, key, hash)
-        if node is None:
-            block = seq.block_table[i]
-            self.pool.publish(block, self.index.add(block, parent, key, hash))
-            self.counters.published += 1
-        return node
+        What can fail, such as a hash function, fails here, and nothing has changed.
+        """
+        hashes = self._hashes(seq, first)
+        keys = seq.keys(first, stop, self.block_size)
+        for key in keys[len(hashes) - first :]:
+            hashes.append(self._hash_block(key, hashes[-1] if hashes else self._root_hash(seq)))
+        return keys
 
-    def publish_duplicate(self, block: int, node: Node) -> None:
+    def publish(self, seq: Sequence, first: int, keys: list[bytes]) -> dict[int, int]:
+        """Make the sequence's blocks from `first` on findable, whose keys `prepare` has made.
+
+        Returns those entries whose content is findable already, with its node: nothing has happened to their blocks.
+        None are published, and none returned, when their prefix can't be found: then neither could they.
+        """
+        duplicates: dict[int, int] = {}
+        parent = self._node_before(seq, first)
+        if not parent:
+            return duplicates
+        for i, key in enumerate(keys, first):
+            hash = seq._hashes[i]
+            node = self.index.find(parent, key, hash)
+            if node:
+                duplicates[i] = node
+            else:
+                block = seq._table[i]
+                node = self.index.add(block, parent, key, hash)
+                self.pool.publish(block, node)
+            parent = node
+        self.counters.published += len(keys) - len(duplicates)
+        return duplicates
+
+    def publish_duplicate(self, block: int, node: int) -> None:
         """Make `block` one more carrier of content that is findable already."""
-        node.blocks.append(block)
+        self.index.carry(block, node)
         self.pool.publish(block, node)
         self.counters.published += 1
 
@@ -88,33 +109,37 @@ class PrefixCache:
         self.pool.evict_all()
         self.counters.evictions, self.counters.residency = counted  # not to make room
 
-    def _parent(self, seq: Sequence, i: int) -> Node | None:
+    def _node_before(self, seq: Sequence, i: int) -> int:
+        """The node of the block before the sequence's block `i`, or `NONE`."""
         if i == 0:
-            return self.index.root(seq.namespace)
-        before = seq.block_table[i - 1]
+            return self.index.plant(seq.namespace)
+        before = seq._table[i - 1]
         node = self.pool.content(before) if before >= self.pool.num_reserved else None
         if node is not None:
             return node
         # The block before is not this sequence's any more (a window moved past it). Its content may live on elsewhere.
         nodes = self.find(seq, i)
-        return nodes[-1] if len(nodes) == i else None
+        return nodes[-1] if len(nodes) == i else NONE
 
-    def _evicted(self, block: int, node: Node) -> None:
+    def _evicted(self, block: int, node: int) -> None:
         for lost in (block, *self._forget(block, node)):
             self.counters.evictions += 1
             self.counters.residency += self.pool.age(lost)
 
-    def _forget(self, block: int, node: Node) -> list[int]:
+    def _forget(self, block: int, node: int) -> list[int]:
         """`block` has lost its content. Returns the blocks that lost theirs with it."""
         orphans = self.index.remove(block, node)
         for orphan in orphans:
             self.pool.withdraw(orphan)
         return orphans
 
-    def _hash(self, seq: Sequence, i: int) -> int:
-        """The chained hash of the sequence's block `i`, computed once in the sequence's life."""
+    def _hashes(self, seq: Sequence, stop: int) -> list[int]:
+        """The chained hashes of the sequence's blocks, at least up to `stop`, each computed once in its life."""
         hashes = seq._hashes
-        while len(hashes) <= i:
-            parent_hash = hashes[-1] if hashes else seq.namespace.root_hash(self._hash_block)
-            hashes.append(self._hash_block(seq.key(len(hashes), self.block_size), parent_hash))
-        return hashes[i]
+        if len(hashes) < stop:
+            for key in seq.keys(len(hashes), stop, self.block_size):
+                hashes.append(self._hash_block(key, hashes[-1] if hashes else self._root_hash(seq)))
+        return hashes
+
+    def _root_hash(self, seq: Sequence) -> int:
+        return seq.namespace.root_hash(self._hash_block)

@@ -27,8 +27,8 @@ def snapshot(manager: BlockManager) -> dict[str, object]:
                 "block": block,
                 "state": pool.state(block).value,
                 "refs": pool.refs(block),
-                "content": _name(manager, pool.content(block)),
-                "parent": _name(manager, _parent(pool.content(block))),
+                "content": _name(manager, manager._prefixes.content(block)),
+                "parent": _name(manager, _parent(manager._prefixes.content(block))),
             }
             for block in range(pool.num_reserved, pool.num_blocks)
         ],

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvproof.allocator import Namespace, Node, PrefixIndex
+from kvproof.allocator.index import NONE
 from kvproof.fuzz.machines.harness import NAMESPACES, weakened
 
 Path = tuple[Namespace, tuple[bytes, ...]]
@@ -25,7 +26,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex()
         self.hash_block = weakened(hash_bits)
         self.carriers: dict[Path, list[int]] = {}
-        self.dead: list[Node] = []
+        self.dead: list[tuple[Node, int]] = []  # with the hash it had
         self.uids: set[int] = set()
 
     # ---- rules
@@ -33,14 +34,15 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from(NAMESPACES), chunks=st.lists(CHUNKS, min_size=1, max_size=MAX_DEPTH))
     def add(self, namespace: Namespace, chunks: list[bytes]) -> None:
         """A sequence computed these chunks: a block for each one that is new."""
-        parent = self.index.root(namespace)
+        parent = self.index.node(self.index.plant(namespace))
         for depth, tokens in enumerate(chunks, start=1):
             path = namespace, tuple(chunks[:depth])
             node = self.find(parent, tokens)
             assert (node is not None) == (path in self.carriers)
             if node is None:
                 block = self.unused_block()
-                node = self.index.add(block, parent, tokens, self.hash_block(tokens, parent.hash))
+                hash = self.hash_block(tokens, parent.hash)
+                node = self.index.node(self.index.add(block, parent.number, tokens, hash))
                 assert node.uid not in self.uids, f"uid {node.uid} has a second life"
                 self.uids.add(node.uid)
                 self.carriers[path] = [block]
@@ -52,7 +54,7 @@ class IndexMachine(RuleBasedStateMachine):
         if self.carriers:
             path = self.choose(which)
             block = self.unused_block()
-            self.node(path).blocks.append(block)
+            self.index.carry(block, self.node(path).number)
             self.carriers[path].append(block)
 
     @rule(which=st.integers(0, 31), carrier=st.integers(0, 2))
@@ -69,9 +71,9 @@ class IndexMachine(RuleBasedStateMachine):
             namespace, chunks = path
             for other in list(self.carriers):
                 if other[0] == namespace and other[1][: len(chunks)] == chunks:
-                    self.dead.append(self.node(other))
+                    self.dead.append((self.node(other), self.node(other).hash))
                     orphans += self.carriers.pop(other)
-        assert self.index.remove(block, node) == sorted(orphans)
+        assert self.index.remove(block, node.number) == sorted(orphans)
         if orphans:
             event("removed with orphans")
 
@@ -79,14 +81,15 @@ class IndexMachine(RuleBasedStateMachine):
     def find_under_the_dead(self, which: int, tokens: bytes) -> None:
         """A dead node is nobody's parent, whatever is written again at its place."""
         if self.dead:
-            assert self.find(self.dead[which % len(self.dead)], tokens) is None
+            dead, hash = self.dead[which % len(self.dead)]
+            assert self.index.find(dead.number, tokens, self.hash_block(tokens, hash)) == NONE
 
     # ---- invariants
 
     @invariant()
     def holds_what_the_model_holds(self) -> None:
         if hasattr(self, "index"):
-            found = [(self.path(node), node.blocks) for node in self.index.nodes()]
+            found = [(self.path(node), list(node.blocks)) for node in self.index.nodes()]
             assert len(found) == len(self.carriers)
             assert dict(found) == self.carriers
 
@@ -95,25 +98,29 @@ class IndexMachine(RuleBasedStateMachine):
         for path, blocks in getattr(self, "carriers", {}).items():
             node = self.node(path)
             assert self.path(node) == path
-            assert node.blocks == blocks
+            assert list(node.blocks) == blocks
+            assert [child.tokens for child in node.children] == [
+                chunks[-1] for namespace, chunks in self.carriers if (namespace, chunks[:-1]) == path
+            ]
 
     @invariant()
     def a_root_lives_with_its_children(self) -> None:
         if hasattr(self, "index"):
             for namespace in NAMESPACES:
-                root = self.index.root(namespace)
                 used = any(path[0] == namespace for path in self.carriers)
-                assert (self.index.root(namespace) is root) == used, "an unused namespace is remembered"
+                assert (self.index.root(namespace) != NONE) == used, "an unused namespace is remembered"
+            assert len(list(self.index.roots())) == len({namespace for namespace, _ in self.carriers})
 
     # ---- between paths, nodes and blocks
 
     def find(self, parent: Node, tokens: bytes) -> Node | None:
-        return self.index.find(parent, tokens, self.hash_block(tokens, parent.hash))
+        node = self.index.find(parent.number, tokens, self.hash_block(tokens, parent.hash))
+        return self.index.node(node) if node else None
 
     def node(self, path: Path) -> Node:
         """Walked from the root, as the manager walks."""
         namespace, chunks = path
-        node = self.index.root(namespace)
+        node = self.index.node(self.index.root(namespace))
         for tokens in chunks:
             child = self.find(node, tokens)
             assert child is not None, f"{path} can't be found"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvproof.allocator import BlockManager, InvariantViolation, Namespace, Node, Sequence
+from kvproof.allocator.index import NONE
 
 
 def busy() -> tuple[BlockManager, Sequence]:
@@ -28,12 +29,8 @@ def busy() -> tuple[BlockManager, Sequence]:
     return manager, seq
 
 
-def root_of(manager: BlockManager) -> Node:
-    return manager.index.root(Namespace())
-
-
 def node_of(manager: BlockManager, block: int) -> Node:
-    node = manager.pool.content(block)
+    node = manager.content(block)
     assert node is not None
     return node
 
@@ -59,36 +56,42 @@ def free_what_is_in_use(manager: BlockManager, seq: Sequence) -> None:
 
 
 def forget_a_free_block(manager: BlockManager, seq: Sequence) -> None:
-    manager.pool._empty.clear()
+    del manager.pool._empty[:]
 
 
-def node_without_blocks(manager: BlockManager, seq: Sequence) -> None:
-    node_of(manager, 0).blocks.clear()
+def place_of(manager: BlockManager, block: int) -> int:
+    return node_of(manager, block).number % 2**32
+
+
+def another_carrier(manager: BlockManager, seq: Sequence) -> None:
+    manager.index._block[place_of(manager, 0)] = 5
 
 
 def two_contents(manager: BlockManager, seq: Sequence) -> None:
-    node_of(manager, 0).blocks.append(1)
+    manager.index.carry(1, node_of(manager, 0).number)
 
 
 def unknown_child(manager: BlockManager, seq: Sequence) -> None:
-    node_of(manager, 0).children.clear()
+    manager.index._child[place_of(manager, 0)] = NONE
 
 
 def no_parent(manager: BlockManager, seq: Sequence) -> None:
-    node_of(manager, 1).parent = None
+    manager.index._parent[place_of(manager, 1)] = NONE
 
 
 def dead_parent(manager: BlockManager, seq: Sequence) -> None:
-    node = node_of(manager, 1)
-    ghost = Node(99, Namespace(), root_of(manager), b"", 0)
-    ghost.children.add(node)
-    node.parent = ghost
+    """Its parent died, and its place is another's."""
+    manager.index._parent[place_of(manager, 1)] -= 2**32
+
+
+def childless_root(manager: BlockManager, seq: Sequence) -> None:
+    manager.index.plant(Namespace(salt="nobody's"))
 
 
 def other_tokens(manager: BlockManager, seq: Sequence) -> None:
     """A second node of the same parent and tokens hides the first one from every search."""
     node = node_of(manager, 0)
-    manager.index.add(5, root_of(manager), node.tokens, node.hash)
+    manager.index.add(5, manager.index.root(Namespace()), node.tokens, node.hash)
 
 
 def forgotten_content(manager: BlockManager, seq: Sequence) -> None:
@@ -137,7 +140,8 @@ def rewritten_tokens(manager: BlockManager, seq: Sequence) -> None:
         (cache_twice, "I2"),
         (free_what_is_in_use, "I2"),
         (forget_a_free_block, "I2"),
-        (node_without_blocks, "I3"),
+        (another_carrier, "I3"),
+        (childless_root, "I4"),
         (two_contents, "I3"),
         (unknown_child, "I4"),
         (no_parent, "I4"),

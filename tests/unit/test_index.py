@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from kvproof.allocator import Namespace, Node, PrefixIndex
+from kvproof.allocator import Namespace, PrefixIndex
+from kvproof.allocator.index import NONE
 from kvproof.fuzz.machines.index import IndexMachine
 
 TestIndexMachine = IndexMachine.TestCase
@@ -19,79 +20,85 @@ COLLIDING = 7
 def test_colliding_nodes_leave_in_any_order(order: tuple[int, ...]) -> None:
     """All four in one bucket: its first, its last and those between are unlinked without losing another."""
     index = PrefixIndex()
-    root = index.root(Namespace())
+    root = index.plant(Namespace())
     nodes = [index.add(block, root, tokens, COLLIDING) for block, tokens in enumerate((A, B, C, D))]
     left = set(range(4))
     for block in order:
         assert index.remove(block, nodes[block]) == []
         left.remove(block)
         found = [index.find(root, tokens, COLLIDING) for tokens in (A, B, C, D)]
-        assert found == [node if block in left else None for block, node in enumerate(nodes)]
-        assert {node.uid for node in index.nodes()} == {nodes[block].uid for block in left}
+        assert found == [node if block in left else NONE for block, node in enumerate(nodes)]
+        assert {node.number for node in index.nodes()} == {nodes[block] for block in left}
 
 
 def test_a_hit_needs_the_parent_the_tokens_and_the_hash() -> None:
     index = PrefixIndex()
-    root, stranger = index.root(Namespace()), index.root(Namespace(salt="x"))
+    root, stranger = index.plant(Namespace()), index.plant(Namespace(salt="x"))
     a, b = index.add(0, root, A, 1), index.add(1, root, B, 1)
     child = index.add(2, a, C, 1)
-    assert index.find(a, C, 1) is child
-    assert index.find(b, C, 1) is None
-    assert index.find(root, C, 1) is None
-    assert index.find(a, D, 1) is None
-    assert index.find(a, C, 2) is None
-    assert index.find(stranger, A, 1) is None
+    assert index.find(a, C, 1) == child
+    assert index.find(b, C, 1) == NONE
+    assert index.find(root, C, 1) == NONE
+    assert index.find(a, D, 1) == NONE
+    assert index.find(a, C, 2) == NONE
+    assert index.find(stranger, A, 1) == NONE
 
 
 def test_the_last_carrier_takes_the_descendants_with_it() -> None:
     index = PrefixIndex()
-    root = index.root(Namespace())
+    root = index.plant(Namespace())
     top = index.add(5, root, A, 1)
-    top.blocks.append(6)
+    index.carry(6, top)
     child = index.add(9, top, A, 2)
-    child.blocks.append(3)
+    index.carry(3, child)
     index.add(4, top, B, 3)
     index.add(0, child, A, 4)
     sibling = index.add(1, root, B, 5)
     assert index.remove(5, top) == []
-    assert index.find(root, A, 1) is top
+    assert index.find(root, A, 1) == top
     assert index.remove(6, top) == [0, 3, 4, 9]
-    assert list(index.nodes()) == [sibling]
+    assert list(index.nodes()) == [index.node(sibling)]
 
 
 def test_a_node_has_one_life() -> None:
     """The same tokens written again are another node: nothing of the old one's is reachable through it."""
     index = PrefixIndex()
-    root = index.root(Namespace())
+    root = index.plant(Namespace())
     old = index.add(0, root, A, 1)
     index.add(1, old, B, 2)
+    index.add(2, root, D, 3)
     assert index.remove(0, old) == [1]
-    root = index.root(Namespace())
     new = index.add(0, root, A, 1)
-    assert (old.uid, new.uid) == (1, 3)
-    assert index.find(root, A, 1) is new
-    assert index.find(new, B, 2) is None
-    assert index.find(old, B, 2) is None
+    other = index.add(1, root, C, 2)  # the places of both are taken again
+    assert {node % 2**32 for node in (new, other)} == {1, 2}
+    assert index.find(root, A, 1) == new != old
+    assert index.find(new, B, 2) == NONE
+    assert index.find(old, B, 2) == NONE
+    assert [node.uid for node in (index.node(old), index.node(new))] == [2, 5]
 
 
 def test_a_namespace_is_forgotten_with_its_last_node() -> None:
     """Salts come from outside without end; an index that kept every root would grow with them."""
     index = PrefixIndex()
-    root = index.root(Namespace(salt="x"))
-    assert index.root(Namespace(salt="x")) is not root
+    salted = Namespace(salt="x")
+    assert index.root(salted) == NONE
+    root = index.plant(salted)
+    assert (index.root(salted), index.plant(salted)) == (root, root)
+    view = index.node(root)
+    assert (view.tokens, view.blocks, view.parent, view.namespace) == (b"", (), None, salted)
     a, b = index.add(0, root, A, 1), index.add(1, root, B, 2)
-    assert index.root(Namespace(salt="x")) is root
+    assert view.children == [index.node(a), index.node(b)]
     index.remove(0, a)
-    assert index.root(Namespace(salt="x")) is root
+    assert list(index.roots()) == [view]
     index.remove(1, b)
-    assert index.root(Namespace(salt="x")) is not root
-    assert (root.uid, root.tokens, root.blocks, root.parent, root.children) == (0, b"", [], None, set())
+    assert (index.root(salted), list(index.roots())) == (NONE, [])
+    assert index.plant(salted) != root
 
 
 def test_depth_is_no_limit() -> None:
     """A million tokens in blocks of 16 are deeper than Python's stack."""
     index = PrefixIndex()
-    node = top = index.add(0, index.root(Namespace()), A, 0)
+    node = top = index.add(0, index.plant(Namespace()), A, 0)
     for block in range(1, 62_500):
         node = index.add(block, node, A, block)
     assert index.remove(0, top) == list(range(1, 62_500))
@@ -102,16 +109,17 @@ def test_nothing_is_left_of_what_was_removed() -> None:
     """An index sees new content for ever; a trace of each would be a leak."""
     index = PrefixIndex()
     for i in range(4):
-        root = index.root(Namespace(salt=str(i)))
+        root = index.plant(Namespace(salt=str(i)))
         nodes = [index.add(block, root, bytes([block]), block % 2) for block in range(4)]
         for block, node in enumerate(nodes):
             index.remove(block, node)
-    assert (index._buckets, index._roots) == ({}, {})
+    assert (index._buckets, index._roots, index._namespaces, index._more_blocks) == ({}, {}, {}, {})
+    assert len(index._free_places) == len(index._tokens) == 16
 
 
 def test_repr_names_what_a_reader_looks_for() -> None:
     index = PrefixIndex()
-    parent = index.add(4, index.root(Namespace()), A, 0)
+    parent = index.add(4, index.plant(Namespace()), A, 0)
     node = index.add(7, parent, B, 0)
-    assert repr(node) == "Node(uid=2, parent=1, blocks=[7])"
-    assert repr(Node(0, Namespace(), None, b"", 0)) == "Node(uid=0, parent=None, blocks=[])"
+    assert repr(index.node(node)) == "Node(uid=3, parent=2, blocks=(7,))"
+    assert repr(index.node(parent).parent) == "Node(uid=1, parent=None, blocks=())"

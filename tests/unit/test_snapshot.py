@@ -64,6 +64,6 @@ def test_without_events_content_has_a_number() -> None:
     manager.commit(seq, 2)
     told = manager.snapshot()["blocks"]
     assert told == [
-        {"block": 0, "state": "published", "refs": 1, "content": 1, "parent": None},
+        {"block": 0, "state": "published", "refs": 1, "content": 2, "parent": None},
         {"block": 1, "state": "free", "refs": 0, "content": None, "parent": None},
     ]
