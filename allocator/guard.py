@@ -1,4 +1,4 @@
-"""Debug mode: a manager that notices when two threads use it, or when it is called from inside its own call."""
+"""Debug mode: a manager and its batches notice when two threads use them, or one calls them from inside a call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from kvproof.allocator.errors import ConcurrencyError
 
 if TYPE_CHECKING:
+    from kvproof.allocator.batch import DecodeBatch
     from kvproof.allocator.manager import BlockManager
 
 P = ParamSpec("P")
@@ -41,13 +42,12 @@ class Guard:
         return guarded
 
 
-def watch(manager: BlockManager) -> None:
-    """Put one guard around all of this manager's public methods. Other managers cost nothing for it.
+def watch(watched: BlockManager | DecodeBatch, guard: Guard) -> None:
+    """Put `guard` around all public methods of this one object. Others of its class cost nothing for it.
 
     Public methods must not call each other for this: it would look like a call from a callback.
     """
-    guard = Guard()
-    for name in dir(manager):
-        member = getattr(type(manager), name, None)
+    for name in dir(watched):
+        member = getattr(type(watched), name, None)
         if not name.startswith("_") and callable(member):
-            setattr(manager, name, guard.around(getattr(manager, name), name))
+            setattr(watched, name, guard.around(getattr(watched, name), name))

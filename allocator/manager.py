@@ -9,11 +9,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvproof.allocator.audit import audit
+from kvproof.allocator.batch import DecodeBatch
 from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int, shown
 from kvproof.allocator.events import Event
 from kvproof.allocator.flight import Flights
-from kvproof.allocator.guard import watch
+from kvproof.allocator.guard import Guard, watch
 from kvproof.allocator.hashing import SHARED, HashBlock, Namespace, xxh3_chained
+from kvproof.allocator.index import Node
 from kvproof.allocator.media import MediaItem, checked_media, clip_media
 from kvproof.allocator.policy import EvictionPolicy
 from kvproof.allocator.prefix import PrefixCache
@@ -131,8 +133,9 @@ class BlockManager:
         self._flights = Flights(self.pool)
         self._pins: set[Pin] = set()
         self._copies: dict[int, int] = {}  # source by destination: a destination that is used again has one order
-        if debug:
-            watch(self)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
+        self._guard = Guard() if debug else None
+        if self._guard is not None:
+            watch(self, self._guard)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
 
     @property
     def num_blocks(self) -> int:
@@ -153,6 +156,10 @@ class BlockManager:
     def sequences(self) -> tuple[Sequence, ...]:
         """The sequences that are admitted at this moment, in order of admission."""
         return tuple(self._admitted)
+
+    def content(self, block: int) -> Node | None:
+        """What `block` is findable by, for those who look."""
+        return self._prefixes.content(block)
 
     @property
     def held_otherwise(self) -> list[int]:
@@ -193,10 +200,7 @@ class BlockManager:
         """
         quote = self._quote(seq, limit)
         if quote.answer is Admission.NOW:
-            # Shared first: a hit must not be evicted to make room for its own successor.
-            for block in quote.hits:
-                self.pool.share(block)
-            seq._table = array("i", quote.hits + self.pool.take(quote.num_new_blocks))
+            seq._table = self._take_after(quote.hits, quote.num_new_blocks)
             seq._num_cached = seq._num_computed = len(quote.hits) * self.block_size
             seq._num_reserved = quote.num_reserved
             self._admitted[seq] = None
@@ -210,35 +214,13 @@ class BlockManager:
         twice is asking once. The first of them may lie in a block that others share: it is replaced by a copy, see
         `take_copies`. Raises `InvalidArgument` when `n` is negative or reaches past the sequence's `max_length`.
         """
-        self._admitted_here(seq)
+        self._movable(seq)
+        if lookahead == 0 and type(n) is int and 0 <= n <= seq._num_reserved - seq._num_computed:
+            return True
         limit = MAX_LENGTH if seq.max_length is None else seq.max_length
         require_int("n", n, 0, limit - seq._num_computed)
         require_int("lookahead", lookahead, 0, MAX_LENGTH)
-        target = min(seq._num_computed + n + lookahead, limit)
-        if target <= seq._num_reserved:
-            return True
-        entry, offset = divmod(seq._num_computed, self.block_size)
-        # Slots that were reserved before are this sequence's alone. Without any, a tail that is partly computed may
-        # still be shared (after a fork) or findable (after a truncation), and must not be written as it is.
-        tail = seq._table[entry] if offset and seq._num_computed == seq._num_reserved else None
-        copy = tail is not None and self.pool.refs(tail) > 1
-        num_new_blocks = self._blocks_for(target) - len(seq._table) + copy
-        if num_new_blocks > self.pool.num_free:
-            return False
-        if tail is not None and not copy:
-            self._prefixes.withdraw(tail)  # a copy would need a block, which a lone sequence may not find
-        if num_new_blocks:
-            fresh = self.pool.take(num_new_blocks)
-            table = seq._table[:]  # an array that someone reads through its buffer can't grow
-            if tail is not None and copy:
-                table[entry] = fresh[0]
-                # The tail may be waiting for its own copy still: all sources are read before any is written.
-                self._copies[fresh[0]] = self._copies.get(tail, tail)
-                self._flights.drop(seq, tail)
-            table.extend(fresh[copy:])
-            seq._table = table
-        seq._num_reserved = target
-        return True
+        return self._reserve(seq, min(seq._num_computed + n + lookahead, limit))
 
     def commit(self, seq: Sequence, n: int = 1) -> list[Merge]:
         """The KV of the next `n` tokens is written. Blocks that are full now are published.
@@ -246,22 +228,11 @@ class BlockManager:
         Returns the table entries that now name another block of the same content (`merge_duplicates`), usually none.
         Raises `InvalidArgument` when `n` is negative or reaches past the known or the reserved tokens.
         """
-        self._admitted_here(seq)
-        require_int("n", n, 0, min(len(seq), seq._num_reserved) - seq._num_computed)
-        num_computed = seq._num_computed + n
-        first, stop = seq._num_computed // self.block_size, num_computed // self.block_size
-        if self.prefix_caching and stop > first:
-            self._prefixes.prepare(seq, stop)
-        seq._num_computed = num_computed
-        merges = []
-        if self.prefix_caching:
-            for i in range(first, stop):
-                merge = self._publish(seq, i)
-                if merge is not None:
-                    merges.append(merge)
-        if self.window is not None:
-            self._leave_window(seq, self.window)
-        return merges
+        self._movable(seq)
+        require_int("n", n, 0, min(len(seq._tokens), seq._num_reserved) - seq._num_computed)
+        keys = self._prepare(seq, n)
+        seq._num_computed += n
+        return self._publish(seq, keys)
 
     def fork(self, seq: Sequence) -> Sequence:
         """A sequence that begins as a copy of `seq`, on the same blocks. Takes no block; the first write copies one.
@@ -269,13 +240,12 @@ class BlockManager:
         Raises `SequenceStateError` while slots are reserved that are not computed: they can have one owner only. Raises
         `InvalidArgument` for a sequence that has outgrown its `max_length`.
         """
-        self._admitted_here(seq)
+        self._movable(seq)
         if seq._num_reserved != seq._num_computed:
             raise SequenceStateError(f"{seq} can't be forked: it has reserved slots that are not computed")
         self._lifetime(seq)
         child = seq._fork()
-        for block in self._real(seq._table):
-            self.pool.share(block)
+        self._share(self._real(seq._table))
         self._admitted[child] = None
         return child
 
@@ -285,7 +255,7 @@ class BlockManager:
         Raises `InvalidArgument` unless 1 <= `length` <= `len(seq)`, and `SequenceStateError` when blocks that the
         shorter sequence's window needs are gone.
         """
-        self._admitted_here(seq)
+        self._movable(seq)
         require_int("length", length, 1, len(seq))
         num_computed, num_reserved = min(seq._num_computed, length), min(seq._num_reserved, length)
         if self.window is not None:
@@ -297,8 +267,7 @@ class BlockManager:
         del seq._tokens[length:], seq._hashes[length // self.block_size :]
         seq.media = clip_media(seq.media, length)
         seq._num_computed, seq._num_reserved = num_computed, num_reserved
-        for block in reversed(self._real(dropped)):
-            self._flights.drop(seq, block)
+        self._flights.drop(seq, reversed(self._real(dropped)))
 
     def release(self, seq: Sequence) -> None:
         """Give all the sequence's blocks back; what is published stays findable until it is evicted.
@@ -306,10 +275,11 @@ class BlockManager:
         Raises `SequenceStateError` when the sequence is not admitted, a second release among them.
         """
         self._admitted_here(seq)
+        if seq._batch is not None:
+            seq._batch._remove(seq)
         del self._admitted[seq]
         # Tail first, so that under LRU a parent outlives its children.
-        for block in reversed(self._real(seq._table)):
-            self._flights.drop(seq, block)
+        self._flights.drop(seq, reversed(self._real(seq._table)))
         seq._table = array("i")
         seq._num_computed = seq._num_reserved = 0
         seq._flight = None
@@ -327,8 +297,7 @@ class BlockManager:
         """Keep the sequence's full computed blocks from eviction, whatever becomes of the sequence, until `unpin`."""
         self._admitted_here(seq)
         pin = Pin(tuple(self._real(seq._table[: seq._num_computed // self.block_size])))
-        for block in pin.blocks:
-            self.pool.share(block)
+        self._share(pin.blocks)
         self._pins.add(pin)
         return pin
 
@@ -339,6 +308,13 @@ class BlockManager:
         self._pins.remove(pin)
         for block in reversed(pin.blocks):
             self.pool.release(block)
+
+    def decode_batch(self, capacity: int) -> DecodeBatch:
+        """An empty batch for at most `capacity` sequences of this manager, see `DecodeBatch`."""
+        batch = DecodeBatch(self, capacity)  # pyright: ignore[reportArgumentType] - as above
+        if self._guard is not None:
+            watch(batch, self._guard)
+        return batch
 
     def launch(self, seqs: Iterable[Sequence]) -> int:
         """A step that uses the blocks of `seqs` has been sent off. Returns its number, for `retire`.
@@ -419,20 +395,91 @@ class BlockManager:
         nodes = self._prefixes.find(seq, (len(seq) - 1) // self.block_size)
         return [self._prefixes.carrier(node) for node in nodes]
 
-    def _publish(self, seq: Sequence, i: int) -> Merge | None:
-        node = self._prefixes.publish(seq, i)
-        block = seq._table[i]
-        if node is None:
-            return None
-        if not self.merge_duplicates:
-            self._prefixes.publish_duplicate(block, node)
-            return None
-        keeper = self._prefixes.carrier(node)
+    def _take_after(self, hits: list[int], num_new_blocks: int) -> array[int]:
+        """A block table of these hits and new blocks."""
+        # Shared first: a hit must not be evicted to make room for its own successor.
+        self._share(hits)
+        try:
+            return array("i", hits + self.pool.take(num_new_blocks))
+        except BaseException:  # an eviction policy that fails
+            for block in reversed(hits):
+                self.pool.release(block)
+            raise
+
+    def _reserve(self, seq: Sequence, target: int) -> bool:
+        """Slots up to `target` tokens, or False and no change."""
+        if target <= seq._num_reserved:
+            return True
+        entry, offset = divmod(seq._num_computed, self.block_size)
+        # Slots that were reserved before are this sequence's alone. Without any, a tail that is partly computed may
+        # still be shared (after a fork) or findable (after a truncation), and must not be written as it is.
+        tail = seq._table[entry] if offset and seq._num_computed == seq._num_reserved else None
+        copy = tail is not None and self.pool.refs(tail) > 1
+        num_new_blocks = self._blocks_for(target) - len(seq._table) + copy
+        if num_new_blocks > self.pool.num_free:
+            return False
+        if tail is not None and not copy:
+            self._prefixes.withdraw(tail)  # a copy would need a block, which a lone sequence may not find
+        if num_new_blocks:
+            fresh = self.pool.take(num_new_blocks)
+            table = seq._table[:]  # an array that someone reads through its buffer can't grow
+            if tail is not None and copy:
+                table[entry] = fresh[0]
+                # The tail may be waiting for its own copy still: all sources are read before any is written.
+                self._copies[fresh[0]] = self._copies.get(tail, tail)
+                self._flights.drop(seq, (tail,))
+            table.extend(fresh[copy:])
+            seq._table = table
+        seq._num_reserved = target
+        return True
+
+    def _prepare(self, seq: Sequence, n: int) -> list[bytes]:
+        """The keys of the blocks that will be full when `n` tokens more are computed."""
+        first, stop = seq._num_computed // self.block_size, (seq._num_computed + n) // self.block_size
+        return self._prefixes.prepare(seq, first, stop) if stop > first and self.prefix_caching else []
+
+    def _publish(self, seq: Sequence, keys: list[bytes]) -> list[Merge]:
+        """Publish the blocks that were prepared and are computed now, and give up those that left the window."""
+        merges: list[Merge] = []
+        if keys:
+            first = seq._num_computed // self.block_size - len(keys)
+            for entry, node in self._prefixes.publish(seq, first, keys).items():
+                if self.merge_duplicates:
+                    merges.append(self._merge(seq, entry, node))
+                else:
+                    self._prefixes.publish_duplicate(seq._table[entry], node)
+        if self.window is not None:
+            self._leave_window(seq, self.window)
+        return merges
+
+    def _merge(self, seq: Sequence, entry: int, node: int) -> Merge:
+        """This entry's block holds what `node` stands for: name a block that carries it, and give this one back."""
+        block, keeper = seq._table[entry], self._prefixes.carrier(node)
         self._counters.merged += 1
         self.pool.share(keeper)
-        seq._table[i] = keeper
-        self._flights.drop(seq, block)
-        return Merge(i, block, keeper)
+        seq._table[entry] = keeper
+        self._flights.drop(seq, (block,))
+        return Merge(entry, block, keeper)
+
+    def _share(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.pool.share(block)
+
+    def _add_block(self, seq: Sequence, block: int) -> None:
+        """Slots for one block more, for a sequence that has used its last one up."""
+        try:
+            seq._table.append(block)
+        except BufferError:  # someone reads the array through its buffer: it can't grow
+            seq._table = seq._table + array("i", (block,))
+        end = seq._num_reserved + self.block_size
+        seq._num_reserved = end if seq.max_length is None else min(end, seq.max_length)
+
+    def _give_up_slots(self, seq: Sequence) -> None:
+        """Reserve no slot beyond what is computed."""
+        kept = self._blocks_for(seq._num_computed)
+        dropped, seq._table = seq._table[kept:], seq._table[:kept]
+        seq._num_reserved = seq._num_computed
+        self._flights.drop(seq, reversed(dropped))
 
     def _count_admission(self, seq: Sequence) -> None:
         if seq._was_admitted:
@@ -445,11 +492,12 @@ class BlockManager:
             self._counters.tokens_hit += seq._num_cached
 
     def _leave_window(self, seq: Sequence, window: int) -> None:
-        for i in range(min(self._first_visible(seq._num_computed, window), len(seq._table))):
-            block = seq._table[i]
-            if block != NULL_BLOCK:
-                seq._table[i] = NULL_BLOCK
-                self._flights.drop(seq, block)
+        stop = first = min(self._first_visible(seq._num_computed, window), len(seq._table))
+        while first and seq._table[first - 1] != NULL_BLOCK:
+            first -= 1
+        left = seq._table[first:stop]
+        seq._table[first:stop] = array("i", bytes(left.itemsize * len(left)))
+        self._flights.drop(seq, left)
 
     def _first_visible(self, num_computed: int, window: int) -> int:
         """The first table entry that the next token sees: its own position is `num_computed`."""
@@ -473,8 +521,16 @@ class BlockManager:
     def _own(self, seq: Sequence) -> None:
         if seq._manager is not self:
             raise SequenceStateError(f"{seq} belongs to another manager")
+        if seq._batch is not None:
+            seq._batch._settle(seq)
 
     def _admitted_here(self, seq: Sequence) -> None:
         self._own(seq)
         if seq not in self._admitted:
             raise SequenceStateError(f"{seq} is not admitted")
+
+    def _movable(self, seq: Sequence) -> None:
+        """It is admitted, and no decode batch moves it."""
+        if seq._batch is not None or seq not in self._admitted:
+            self._admitted_here(seq)
+            raise SequenceStateError(f"{seq} is in a decode batch, which must remove it first")

@@ -6,11 +6,16 @@ import copy
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from kvproof.allocator.errors import InvalidArgument, require_int, shown
+from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int, shown
 from kvproof.allocator.hashing import Namespace
 from kvproof.allocator.media import MediaItem, media_in
 
+if TYPE_CHECKING:
+    from kvproof.allocator.batch import DecodeBatch
+
+TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
 MAX_LENGTH = 2**31 - 1
 
@@ -26,8 +31,9 @@ class Sequence:
         num_computed  tokens whose KV is written
     """
 
-    __slots__ = ("_flight", "_hashes", "_manager", "_num_cached", "_num_computed", "_num_reserved", "_table",
-                 "_tokens", "_was_admitted", "max_length", "media", "namespace")  # fmt: skip
+    __slots__ = ("_batch", "_due", "_flight", "_hashes", "_manager", "_num_cached", "_num_computed", "_num_reserved",
+                 "_row", "_settled_at", "_table", "_tokens", "_was_admitted", "max_length", "media",
+                 "namespace")  # fmt: skip
 
     def __init__(
         self,
@@ -38,7 +44,7 @@ class Sequence:
         media: tuple[MediaItem, ...],
     ) -> None:
         self._manager = manager
-        self._tokens = _token_array(tokens)
+        self._tokens = token_array(tokens)
         if not self._tokens:
             raise InvalidArgument("a sequence needs at least one token")
         if max_length is not None:
@@ -51,8 +57,14 @@ class Sequence:
         self.media = media
         self._flight: int | None = None  # the step it was last launched in
         self._was_admitted = False
+        # The decode batch that moves it, its row there, and the batch's steps when it was last brought up to date and
+        # when there is something to do for it.
+        self._batch: DecodeBatch | None = None
+        self._row = self._settled_at = self._due = 0
 
     def __len__(self) -> int:
+        if self._batch is not None:
+            self._batch._settle(self)
         return len(self._tokens)
 
     def __repr__(self) -> str:
@@ -63,6 +75,8 @@ class Sequence:
 
     @property
     def num_computed(self) -> int:
+        if self._batch is not None:
+            self._batch._settle(self)
         return self._num_computed
 
     @property
@@ -82,19 +96,31 @@ class Sequence:
 
     def tokens(self, start: int = 0, stop: int | None = None) -> array[int]:
         """A copy of the token ids from `start` to `stop`, as int32."""
+        if self._batch is not None:
+            self._batch._settle(self)
         return self._tokens[start:stop]
 
     def key(self, i: int, block_size: int) -> bytes:
         """What block `i` holds, apart from its prefix: its tokens as little-endian int32, and the media among them."""
         start, stop = i * block_size, (i + 1) * block_size
         tokens = self._tokens[start:stop]
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        return tokens.tobytes() + media_in(self.media, start, stop) if self.media else tokens.tobytes()
+        key = tokens.tobytes() if sys.byteorder == "little" else little_endian(tokens)
+        return key + media_in(self.media, start, stop) if self.media else key
+
+    def keys(self, first: int, stop: int, block_size: int) -> list[bytes]:
+        """The keys of blocks `first` to `stop`, at the cost of slicing one copy of their tokens."""
+        if self.media or stop - first == 1:
+            return [self.key(i, block_size) for i in range(first, stop)]
+        data = little_endian(self._tokens[first * block_size : stop * block_size])
+        size = TOKEN_BYTES * block_size
+        return [data[at : at + size] for at in range(0, len(data), size)]
 
     def append(self, token: int) -> None:
         """One more token is known, usually the one just sampled. It has no slot before `reserve` gives it one."""
-        self.extend((token,))
+        if type(token) is int and 0 <= token <= MAX_TOKEN_ID and self._batch is None:
+            self._tokens.append(token)
+        else:
+            self.extend((token,))
 
     def _fork(self) -> Sequence:
         """A copy on the same blocks. It has taken no reference to them: that is the manager's part."""
@@ -104,31 +130,47 @@ class Sequence:
         return child
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """More tokens are known. Raises `InvalidArgument`, and adds none, unless all are in 0 to `MAX_TOKEN_ID`."""
-        self._tokens.extend(_token_array(tokens))
+        """More tokens are known.
+
+        Raises `InvalidArgument`, and adds none, unless all are in 0 to `MAX_TOKEN_ID`; and `SequenceStateError` while a
+        decode batch has the sequence, whose `commit` brings its tokens.
+        """
+        if self._batch is not None:
+            raise SequenceStateError(f"{self} is in a decode batch: its tokens come with the batch's commit")
+        self._tokens.extend(token_array(tokens))
 
 
-def _token_array(tokens: Iterable[int]) -> array[int]:
-    """A private int32 copy of `tokens`, so that what the caller does to a list later can't reach the cache."""
+def token_array(tokens: Iterable[int]) -> array[int]:
+    """A private int32 copy of `tokens`, so that what the caller does to a list later can't reach the cache.
+
+    Raises `InvalidArgument` for anything but integers from 0 to `MAX_TOKEN_ID`.
+    """
     values: list[int] = []
     try:
         if isinstance(tokens, array) and tokens.typecode == "i":
             private = tokens[:]
         else:
-            values = list(tokens)  # an array would take bytes for its own memory
+            values = tokens if type(tokens) is list else list(tokens)  # an array would take bytes for its own memory
             private = array("i", values)
-            if bool in map(type, values):
-                raise TypeError  # to an array, True is 1
     except (OverflowError, TypeError):
         bad = next((value for value in values if not _is_token_id(value)), tokens)
         raise InvalidArgument(f"{shown(bad)} is no token id, must be an integer from 0 to {MAX_TOKEN_ID}") from None
-    if private and min(private) < 0:
+    # The highest byte of each is below 128 just when none is negative; this is ten times as fast as min().
+    if not little_endian(private)[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
         raise InvalidArgument(f"{min(private)} is no token id, must be an integer from 0 to {MAX_TOKEN_ID}")
     return private
 
 
+def little_endian(tokens: array[int]) -> bytes:
+    """The tokens as the bytes that hashes and keys are made of, on every platform."""
+    if sys.byteorder == "big":
+        tokens = tokens[:]
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
 def _is_token_id(value: int) -> bool:
     try:
-        return type(value) is not bool and array("i", (value,))[0] >= 0
+        return array("i", (value,))[0] >= 0
     except (OverflowError, TypeError):
         return False

@@ -184,6 +184,14 @@ class ModelManager:
             self.drop(seq, block)
         del seq.table[kept:]
 
+    def give_up_slots(self, seq: ModelSequence) -> None:
+        """Slots that are reserved and not computed."""
+        kept = self.blocks_for(seq.computed)
+        for block in seq.table[kept:][::-1]:
+            self.drop(seq, block)
+        del seq.table[kept:]
+        seq.reserved = seq.computed
+
     def has_window(self, seq: ModelSequence, computed: int) -> bool:
         """Whether all blocks are there that a token after `computed` others sees."""
         if not self.window:

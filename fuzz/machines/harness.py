@@ -20,6 +20,7 @@ from kvproof.allocator import (
     Admission,
     BlockManager,
     EvictionPolicy,
+    KvproofError,
     Namespace,
     Pin,
     Sequence,
@@ -72,11 +73,11 @@ def fingerprint(manager: BlockManager) -> object:
         pool.free_lists(),
         manager.held_otherwise,
         [(seq, len(seq), seq.num_computed, seq.num_reserved, list(seq.block_table)) for seq in manager.sequences],
-        {node.uid: list(node.blocks) for node in manager.index.nodes()},
+        {node.uid: node.blocks for node in manager.index.nodes()},
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Pair:
     """One sequence twice: as the manager knows it and as the model does."""
 
@@ -149,6 +150,8 @@ class ManagerHarness(RuleBasedStateMachine):
         self.slots: list[Pair | None] = [None] * NUM_SLOTS
         self.prompts: list[list[int]] = [[0]]
         self.pins: list[tuple[Pin, list[int]]] = []
+        self.batch = self.manager.decode_batch(NUM_SLOTS)
+        self.rows: list[Pair] = []  # those in the batch, by row
         self.memory: dict[tuple[int, int], Prefix] = {}
 
     # ---- invariants
@@ -220,6 +223,8 @@ class ManagerHarness(RuleBasedStateMachine):
 
     def occupied(self, slot: int) -> Pair:
         pair = self.slots[slot]
+        if pair in self.rows:
+            self.leave(pair)
         if pair is None:
             prompt = self.prompts[-1][: self.capacity]
             pair = Pair(self.manager.sequence(prompt), ModelSequence(NAMESPACES[0], list(prompt)))
@@ -324,9 +329,22 @@ class ManagerHarness(RuleBasedStateMachine):
             event("reserve refused")
             assert fingerprint(self.manager) == before, "a refused reserve changed something"
 
+    def leave(self, pair: Pair) -> None:
+        self.batch.remove(pair.real)
+        self.forget_row(pair)
+
+    def forget_row(self, pair: Pair) -> None:
+        """The last row takes its place."""
+        row, last = self.rows.index(pair), self.rows.pop()
+        if last is not pair:
+            self.rows[row] = last
+        self.model.give_up_slots(pair.model)
+
     def release_pair(self, pair: Pair) -> None:
         if pair.model.admitted:
             self.manager.release(pair.real)
+            if pair in self.rows:
+                self.forget_row(pair)
             self.model.release(pair.model)
 
     def vacate(self, slot: int) -> None:
@@ -355,3 +373,13 @@ class ManagerHarness(RuleBasedStateMachine):
         for step in list(self.model.flights):
             self.manager.retire(step)
             self.model.retire(step)
+
+    def refused(self, call: Callable[[], object], name: str = "the call") -> None:
+        before = fingerprint(self.manager)
+        try:
+            call()
+        except KvproofError as error:
+            event(f"refused: {type(error).__name__}")
+        else:
+            raise AssertionError(f"{name} was accepted")
+        assert fingerprint(self.manager) == before, f"{name} changed something"

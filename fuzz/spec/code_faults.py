@@ -56,7 +56,7 @@ MORE_FAULTS = (
     Fault(
         "own published tail is copied",
         BlockManager,
-        "reserve",
+        "_reserve",
         "self.pool.refs(tail) > 1",
         "(self.pool.refs(tail) > 1 or self.pool.content(tail) is not None)",
         "the copy needs a block, which a sequence that is alone may not find",
@@ -64,7 +64,7 @@ MORE_FAULTS = (
     Fault(
         "copy order forgotten",
         BlockManager,
-        "reserve",
+        "_reserve",
         "self._copies[fresh[0]] = self._copies.get(tail, tail)",
         "pass",
         "the block that replaces a shared one holds whatever was in it",
@@ -72,8 +72,8 @@ MORE_FAULTS = (
     Fault(
         "merged block forgets the step in flight",
         BlockManager,
-        "_publish",
-        "self._flights.drop(seq, block)",
+        "_merge",
+        "self._flights.drop(seq, (block,))",
         "self.pool.release(block)",
         "a duplicate is handed out while a running step reads it",
     ),
@@ -180,7 +180,7 @@ UNREACHED = {
         "hits counted at the question",
         "orphans not counted as evicted",
     ),
-    "nodes are compared as objects, no state shows their numbers": ("uid reused",),
+    "no state shows the numbers of nodes": ("uid reused",),
     "it only costs memory, no state shows it": ("namespaces kept for ever",),
     "the manager never makes the call that is guarded": tuple(fault.name for fault in POOL_FAULTS),
 }

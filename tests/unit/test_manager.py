@@ -218,16 +218,16 @@ def test_duplicates_of_one_step(merge: bool) -> None:
     assert manager.commit(second, 3) == ([Merge(0, 2, 0), Merge(1, 3, 1)] if merge else [])
     assert list(second.block_table) == ([0, 1] if merge else [2, 3])
     assert manager.num_used == (2 if merge else 4)
-    assert [node.blocks for node in manager.index.nodes()] == ([[0], [1]] if merge else [[0, 2], [1, 3]])
+    assert [node.blocks for node in manager.index.nodes()] == ([(0,), (1,)] if merge else [(0, 2), (1, 3)])
 
 
 def test_a_block_whose_prefix_was_withdrawn_is_not_published() -> None:
     """By hand: no operation of the manager's withdraws what an admitted sequence reads."""
     manager = BlockManager(4, 2)
     seq = running(manager, 4, 2)
-    node = manager.pool.content(seq.block_table[0])
+    node = manager.content(seq.block_table[0])
     assert node is not None
-    manager.index.remove(seq.block_table[0], node)
+    manager.index.remove(seq.block_table[0], node.number)
     manager.pool.withdraw(seq.block_table[0])
     assert manager.commit(seq, 2) == []
     assert list(manager.index.nodes()) == []
@@ -365,7 +365,7 @@ def test_all_sequences_can_be_released_in_a_loop_over_them() -> None:
 def test_a_fork_copies_its_tokens_without_reading_them(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = BlockManager(8, 2)
     seq = running(manager, 5, 5, max_length=6)
-    monkeypatch.setattr("kvproof.allocator.sequence._token_array", None)
+    monkeypatch.setattr("kvproof.allocator.sequence.token_array", None)
     child = manager.fork(seq)
     monkeypatch.undo()
     child.append(9)

@@ -87,6 +87,7 @@ def test_a_hash_function_that_calls_back() -> None:
     seqs: list[Sequence] = []
     manager = BlockManager(8, 2, debug=True, hash_block=calls_back)
     seq = running(manager)
+    manager.commit(seq, 2)  # there is something to look up
     seqs.append(seq)
     other = manager.sequence([4, 5, 6])
     before = fingerprint(manager)

@@ -28,50 +28,49 @@ def declared(fields: dict[str, list[str]]) -> dict[str, set[str]]:
 WRITERS = declared(
     {
         # BlockPool
-        "_refs": ["pool.BlockPool: __init__ _take release share take"],
+        "_refs": ["pool.BlockPool: __init__ release share take"],
         "_content": ["pool.BlockPool: __init__ _evict publish withdraw"],
-        "_empty": ["pool.BlockPool: __init__ _evict _take _take_and_evict release take withdraw"],
+        "_empty": ["pool.BlockPool: __init__ _evict _take_and_evict release take withdraw"],
         "_cached": ["pool.BlockPool: __init__ _evict release share withdraw"],
-        # Node and PrefixIndex
-        "blocks": [  # a pin's is its own, a tuple
-            "index.Node: __init__",
-            "index.PrefixIndex: add carry remove",
-            "prefix.PrefixCache: publish_duplicate",
-            "manager.Pin: __init__",
-        ],
-        "children": ["index.Node: __init__", "index.PrefixIndex: _forget add"],
-        "child": ["index.Node: __init__", "index.PrefixIndex: _forget add"],
-        "next": ["index.Node: __init__", "index.PrefixIndex: _forget add"],
-        "previous": ["index.Node: __init__", "index.PrefixIndex: _forget add"],
-        "collision": ["index.Node: __init__", "index.PrefixIndex: _forget add"],
+        # PrefixIndex
         "_buckets": ["index.PrefixIndex: __init__ _forget add"],
-        "_roots": ["index.PrefixIndex: __init__ _forget add"],
-        "_last_uid": ["index.PrefixIndex: __init__ add"],
-        # Sequence
+        "_roots": ["index.PrefixIndex: __init__ _close_gap plant"],
+        "_namespaces": ["index.PrefixIndex: __init__ _close_gap plant"],
+        "_more_blocks": ["index.PrefixIndex: __init__ _forget carry remove"],
+        "_last_number": ["index.PrefixIndex: __init__ _new"],
+        "_block": ["index.PrefixIndex: __init__ _grow _new remove"],
+        "_parent": ["index.PrefixIndex: __init__ _free _grow _new"],
+        "_hash": ["index.PrefixIndex: __init__ _grow _new"],
+        "_collision": ["index.PrefixIndex: __init__ _forget _free _grow add"],
+        "_child": ["index.PrefixIndex: __init__ _close_gap _free _grow add"],
+        "_older": ["index.PrefixIndex: __init__ _close_gap _free _grow add"],
+        "_younger": ["index.PrefixIndex: __init__ _close_gap _free _grow add"],
+        "_free_places": ["index.PrefixIndex: __init__ _free _grow _new"],
+        # Sequence; PrefixIndex has _tokens too, by place
         "_tokens": [
             "sequence.Sequence: __init__ _fork append extend",
             "manager.BlockManager: truncate",
-            "batch.DecodeBatch: commit settle",
+            "batch.DecodeBatch: _settle commit",
+            "index.PrefixIndex: __init__ _free _grow _new",
         ],
         "_hashes": [
-            "prefix.PrefixCache: _hash _hashes",
+            "prefix.PrefixCache: _hashes prepare",
             "sequence.Sequence: __init__ _fork",
             "manager.BlockManager: truncate",
         ],
         "_table": [  # block_table hands it out for reading, _write_row copies it
             "sequence.Sequence: __init__ _fork block_table",
-            "manager.BlockManager: _add_block _give_up_slots _leave_window _merge _publish _reserve",
-            "manager.BlockManager: admit fork release reserve truncate",
+            "manager.BlockManager: _add_block _give_up_slots _leave_window _merge _reserve admit fork release truncate",
             "batch.DecodeBatch: _write_row",
         ],
         "_num_computed": [
             "sequence.Sequence: __init__",
-            "manager.BlockManager: _commit admit commit release truncate",
-            "batch.DecodeBatch: commit settle",
+            "manager.BlockManager: admit commit release truncate",
+            "batch.DecodeBatch: _settle commit",
         ],
         "_num_reserved": [
             "sequence.Sequence: __init__",
-            "manager.BlockManager: _add_block _give_up_slots _reserve admit release reserve truncate",
+            "manager.BlockManager: _add_block _give_up_slots _reserve admit release truncate",
         ],
         "_flight": [
             "sequence.Sequence: __init__ _fork",
@@ -81,7 +80,7 @@ WRITERS = declared(
         # BlockManager and Flights
         "_admitted": ["manager.BlockManager: __init__ admit fork release"],
         "_pins": ["manager.BlockManager: __init__ pin unpin"],
-        "_copies": ["manager.BlockManager: __init__ _reserve reserve take_copies"],
+        "_copies": ["manager.BlockManager: __init__ _reserve take_copies"],
         "_parked": ["flight.Flights: __init__ __len__ drop launch parked retire steps"],
         "_num_launched": ["flight.Flights: __init__ launch"],
     }
@@ -96,9 +95,8 @@ ELSEWHERE: dict[str, set[str]] = {
     "snapshot": {"_copies", "_flight", "_pins"},
 }
 
-# Fields that hold numbers, tuples or nodes: whoever reads one has no part of the state in hand.
-PLAIN = {"blocks", "child", "collision", "next", "previous", "_flight", "_last_uid", "_num_computed", "_num_launched",
-         "_num_reserved"}  # fmt: skip
+# Fields that hold numbers: whoever reads one has no part of the state in hand.
+PLAIN = {"_flight", "_last_number", "_num_computed", "_num_launched", "_num_reserved"}
 # Fields whose elements can be changed in their turn: every use counts.
 NESTED = {"_parked"}
 WRITING_METHODS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "sort", "update"}
@@ -167,7 +165,7 @@ def test_only_declared_functions_write_the_state(module: str) -> None:
 def test_every_declared_field_is_there() -> None:
     """A field that was renamed would be guarded no longer."""
     written = {field for module in SOURCES for field, _, writes in uses(module, SOURCES[module]) if writes}
-    assert set(WRITERS) - written <= {"child", "children", "next", "previous"}
+    assert set(WRITERS) == written
 
 
 @pytest.mark.parametrize("module", set(SOURCES) - {"guard"})  # which wraps methods
@@ -194,9 +192,9 @@ def test_no_field_is_reached_by_its_name(module: str) -> None:
         ("pool", "for self._refs[b] in (1, 2): pass", ["writes _refs"]),
         ("pool", "(empty := self._empty).append(b)", ["writes _empty"]),
         ("pool", "return len(self._empty), self._refs[b], [*self._empty], b in self._content", []),
-        ("compat", "node.blocks += (b,)", ["writes blocks"]),
-        ("compat", "node.blocks.append(b)", ["writes blocks"]),
-        ("compat", "return node.blocks[0]", []),
+        ("prefix", "self.index._child[b] = 0", ["touches _child", "writes _child"]),
+        ("index", "self._tokens[b] = b''", ["writes _tokens"]),
+        ("index", "return self._parent[b]", []),
         ("flight", "self._parked[0].append(b)", ["writes _parked"]),
         ("snapshot", "return seq._num_computed", ["touches _num_computed"]),
         ("manager", "seq._num_computed += 1", ["writes _num_computed"]),

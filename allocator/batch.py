@@ -1,0 +1,232 @@
+"""Decoding many sequences together, at a cost that follows what changed and not how many they are."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int
+from kvproof.allocator.pool import MAX_BLOCKS
+from kvproof.allocator.sequence import Sequence, token_array
+
+if TYPE_CHECKING:
+    from kvproof.allocator.manager import BlockManager
+
+
+class RowMerge(NamedTuple):
+    """Entry `entry` of `seq`'s block table named `old`, a duplicate that is free again, and now names `new`."""
+
+    seq: Sequence
+    entry: int
+    old: int
+    new: int
+
+
+class DecodeBatch:
+    """Sequences that decode in step, one token each. Made by `BlockManager.decode_batch`.
+
+        batch.add(seq)            a prefilled sequence, its next token known; False when there is no block for it
+        batch.reserve()           a slot for every row's next token; returns the rows for which there is no block
+        batch.commit(sampled)     every row's KV is written, and these tokens come next
+        batch.remove(seq)         or `manager.release(seq)`
+
+    It does what `reserve`, `commit` and `append` do for each sequence, but counts the step once for all of them. A
+    sequence is brought up to date when there is something to do for it, which is when it has used its slots up or its
+    window leaves a block behind, and when somebody looks at it. Until then its tokens lie in the batch's log.
+
+    While a sequence is in a batch, other operations that would move it raise `SequenceStateError`; `pin`, `launch` and
+    `release` are allowed.
+    """
+
+    def __init__(self, manager: BlockManager, capacity: int) -> None:
+        require_int("capacity", capacity, 1, MAX_BLOCKS)
+        self.capacity = capacity
+        self._manager = manager
+        self._rows: list[Sequence] = []
+        self._num_steps = 0
+        # Sequences by the step after which there is something to do for them.
+        self._due: dict[int, dict[Sequence, None]] = {}
+        self._starved: dict[Sequence, None] = {}  # those without a slot for their next token
+        # `capacity` tokens for each step since `_log_start`; a column is a row's tokens.
+        self._log = array("i")
+        self._log_start = 0
+        self._padding = array("i", bytes(4 * capacity))
+        self._tables = array("i")
+        self._num_columns = 0
+        self._widen(1)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The sequences in the order of their rows."""
+        return iter(tuple(self._rows))
+
+    def __contains__(self, seq: object) -> bool:
+        return isinstance(seq, Sequence) and seq._batch is self
+
+    @property
+    def block_tables(self) -> memoryview:
+        """The block tables of the rows, int32 [capacity, columns], kept up to date entry by entry. For reading.
+
+        Row r belongs to the r-th sequence; rows from `len(batch)` on, and entries past the end of a sequence's own
+        table, mean nothing. The array is replaced when a table outgrows its columns.
+        """
+        return memoryview(self._tables).cast("B").cast("i", (self.capacity, self._num_columns))
+
+    def add(self, seq: Sequence) -> bool:
+        """Give `seq` the last row, and slots to the end of the block that its next token is in.
+
+        False, and no change, when the pool has no block for that. Raises `SequenceStateError` unless the sequence is
+        admitted with exactly one token left to compute, and there is a row for it.
+        """
+        manager = self._manager
+        manager._movable(seq)
+        if len(seq._tokens) != seq._num_computed + 1:
+            raise SequenceStateError(f"{seq} can't decode in a batch: it must have exactly one token left to compute")
+        if len(self._rows) == self.capacity:
+            raise SequenceStateError(f"the batch is full: it has {self.capacity} rows")
+        if seq._num_computed == seq.max_length:
+            raise InvalidArgument(f"{seq} has its max_length {seq.max_length} of tokens: nothing is left to decode")
+        end = seq._num_computed + manager.block_size - seq._num_computed % manager.block_size
+        if not manager._reserve(seq, end if seq.max_length is None else min(end, seq.max_length)):
+            return False
+        seq._batch, seq._row, seq._settled_at = self, len(self._rows), self._num_steps
+        self._rows.append(seq)
+        self._write_row(seq)
+        self._schedule(seq)
+        return True
+
+    def remove(self, seq: Sequence) -> None:
+        """Give `seq` back to the operations on one sequence; slots that it has not used are given up.
+
+        The last row takes its place. Raises `SequenceStateError` when it is not in this batch.
+        """
+        if seq not in self:
+            raise SequenceStateError(f"{seq} is not in this batch")
+        self._remove(seq)
+
+    def _remove(self, seq: Sequence) -> None:
+        self._settle(seq)
+        if self._starved.pop(seq, seq) is seq:  # it was not among them
+            bucket = self._due[seq._due]
+            del bucket[seq]
+            if not bucket:
+                del self._due[seq._due]
+        last = self._rows.pop()
+        if last is not seq:
+            self._settle(last)
+            last._row = seq._row
+            self._rows[last._row] = last
+            self._write_row(last)
+        seq._batch = None
+        self._manager._give_up_slots(seq)
+
+    def reserve(self) -> list[Sequence]:
+        """Give every row a slot for its next token, in order, and return those for which the pool has no block.
+
+        When there are some, `remove` or release sequences and ask again. Raises `InvalidArgument`, and changes nothing,
+        when a sequence is at its `max_length`.
+        """
+        if not self._starved:
+            return []
+        for seq in self._starved:
+            if seq._num_computed == seq.max_length:
+                raise InvalidArgument(f"{seq} has its max_length {seq.max_length} of tokens: it must leave the batch")
+        manager = self._manager
+        starved = sorted(self._starved, key=_row)
+        served = starved[: manager.pool.num_free]
+        for seq, block in zip(served, manager.pool.take(len(served)), strict=True):
+            manager._add_block(seq, block)
+            entry = len(seq._table) - 1
+            if entry >= self._num_columns:
+                self._widen(2 * self._num_columns)
+            self._tables[seq._row * self._num_columns + entry] = block
+            self._schedule(seq)
+        starved = starved[len(served) :]
+        self._starved = dict.fromkeys(starved)
+        return starved
+
+    def commit(self, tokens: Iterable[int]) -> list[RowMerge]:
+        """The KV of every row's next token is written, and `tokens`, one for each row in order, come after them.
+
+        Blocks that are full now are published. Returns the table entries that now name another block of the same
+        content, see `BlockManager.commit`. Raises `InvalidArgument` for tokens that are none or too many or too few,
+        and `SequenceStateError` while a row has no slot.
+        """
+        sampled = token_array(tokens)
+        if len(sampled) != len(self._rows):
+            raise InvalidArgument(f"{len(sampled)} tokens for a batch of {len(self._rows)} rows")
+        if self._starved:
+            raise SequenceStateError(f"{len(self._starved)} rows have no slot for their next token: reserve first")
+        manager, step = self._manager, self._num_steps + 1
+        due: list[tuple[Sequence, list[bytes]]] = []
+        for seq in sorted(self._due.get(step, ()), key=_row):
+            self._settle(seq)
+            due.append((seq, manager._prepare(seq, 1)))
+        self._due.pop(step, None)
+        self._write_log(sampled)
+        self._num_steps = step
+        merges = []
+        for seq, keys in due:
+            seq._tokens.append(sampled[seq._row])
+            seq._num_computed += 1
+            seq._settled_at = step
+            for merge in manager._publish(seq, keys):
+                merges.append(RowMerge(seq, *merge))
+                self._tables[seq._row * self._num_columns + merge.entry] = merge.new
+            if manager.window is not None:
+                self._write_row(seq)
+            if seq._num_reserved == seq._num_computed:
+                self._starved[seq] = None
+            else:
+                self._schedule(seq)
+        return merges
+
+    def _settle(self, seq: Sequence) -> None:
+        """Bring one of the batch's sequences up to date."""
+        behind = self._num_steps - seq._settled_at
+        if behind:
+            first = (seq._settled_at - self._log_start) * self.capacity + seq._row
+            seq._tokens += self._log[first :: self.capacity]
+            seq._num_computed += behind
+            seq._settled_at = self._num_steps
+
+    def _write_log(self, sampled: array[int]) -> None:
+        block_of_steps = self.capacity * self._manager.block_size
+        if len(self._log) >= 2 * block_of_steps:  # no row is further behind than a block
+            del self._log[:-block_of_steps]
+            self._log_start = self._num_steps - self._manager.block_size
+        self._log += sampled
+        self._log += self._padding[len(sampled) :]
+
+    def _schedule(self, seq: Sequence) -> None:
+        window, size = self._manager.window, self._manager.block_size
+        left = min(seq._num_reserved - seq._num_computed, size - seq._num_computed % size)
+        if window is not None:
+            invisible = seq._num_computed - window + 1
+            left = min(left, max(size, (invisible // size + 1) * size) - invisible)
+        seq._due = self._num_steps + left
+        bucket = self._due.get(seq._due)
+        if bucket is None:
+            self._due[seq._due] = {seq: None}
+        else:
+            bucket[seq] = None
+
+    def _write_row(self, seq: Sequence) -> None:
+        if len(seq._table) > self._num_columns:
+            self._widen(2 * len(seq._table))
+        start = seq._row * self._num_columns
+        self._tables[start : start + len(seq._table)] = seq._table
+
+    def _widen(self, num_columns: int) -> None:
+        old, width = self._tables, self._num_columns
+        self._tables, self._num_columns = array("i", bytes(4 * self.capacity * num_columns)), num_columns
+        for row in range(len(self._rows)):
+            start = row * num_columns
+            self._tables[start : start + width] = old[row * width : (row + 1) * width]
+
+
+def _row(seq: Sequence) -> int:
+    return seq._row
