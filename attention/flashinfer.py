@@ -37,7 +37,7 @@ class FlashInferAttention(AttentionBackend):
     """
 
     name = NAME
-    priority = 20
+    priority = -1  # only when named, until it has run on a GPU
 
     workspace_bytes: ClassVar[int] = 128 * 2**20
     """Scratch memory for partial results of rows that are split among multiprocessors, shared by all kernels.

@@ -27,10 +27,10 @@ class WorkspaceTooSmall(KvproofError, RuntimeError):
 class Lane:
     """Attention of one planned step: its decodes in one kernel launch a layer, the other rows in another.
 
-    `backend="fa2"` with `use_tensor_cores=True`, because the other choices each lack something that a `CacheSpec`
-    may ask for: the CUDA-core decode kernel refuses group sizes such as 5, 7 and 9; "auto" stays with what its first
-    plan chose, and prefers FA3, which is slow on single-token rows (flashinfer#2400) and takes no 8-bit cache with
-    16-bit queries. Both wrappers then run the same kernel family, for any group size and any page size.
+    Both wrappers run FA2 kernels, the decodes with tensor cores: they take every group size, page size, window and cap
+    that a `CacheSpec` can ask for. The decode kernel without tensor cores refuses group sizes such as 5, 7 and 9. What
+    "auto" takes depends on the GPU and on a wrapper's first plan; FA3, which it prefers for prompts on Hopper, may be
+    faster there, which is for a GPU to show.
     """
 
     def __init__(self, spec: CacheSpec, kernels: Kernels, workspace: Tensor) -> None:
