@@ -161,8 +161,10 @@ class DecodeBatch:
         if self._starved:
             raise SequenceStateError(f"{len(self._starved)} rows have no slot for their next token: reserve first")
         manager, step = self._manager, self._num_steps + 1
+        rows = sorted(self._due.get(step, ()), key=_row)
+        manager.index.make_room(2 * len(rows))  # as many blocks, and perhaps roots
         due: list[tuple[Sequence, list[bytes]]] = []
-        for seq in sorted(self._due.get(step, ()), key=_row):
+        for seq in rows:
             self._settle(seq)
             due.append((seq, manager._prepare(seq, 1)))
         self._due.pop(step, None)

@@ -151,7 +151,7 @@ class PrefixIndex:
 
     def _new(self, block: int, parent: int, tokens: bytes, hash: int) -> int:
         if not self._free_places:
-            self._grow()
+            self.make_room(1)
         place = self._free_places.pop()
         self._last_number += 1
         self._block[place] = block
@@ -160,10 +160,12 @@ class PrefixIndex:
         self._hash[place] = hash
         return self._last_number << _PLACE_BITS | place
 
-    def _grow(self) -> None:
-        """Room for as many nodes again."""
+    def make_room(self, n: int) -> None:
+        """Places for `n` nodes more, so that adding them can't fail for want of memory."""
+        if n <= len(self._free_places):
+            return
         size = len(self._tokens)
-        more = max(size, 16)
+        more = max(size, n, 16)
         links = (self._parent, self._collision, self._child, self._older, self._younger)
         for numbers in (self._block, self._hash, *links):
             numbers += [NONE] * more

@@ -59,6 +59,7 @@ class PrefixCache:
 
         What can fail, such as a hash function, fails here, and nothing has changed.
         """
+        self.index.make_room(stop - first + 1)  # one may be a root
         hashes = self._hashes(seq, first)
         keys = seq.keys(first, stop, self.block_size)
         for key in keys[len(hashes) - first :]:
