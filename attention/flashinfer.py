@@ -63,7 +63,7 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
         kernels = self._kernels()
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=spec.device)
+        workspace = torch.zeros(self.workspace_bytes, dtype=torch.uint8, device=spec.device)  # zeroed for its first use
         self._lanes = deque(Lane(spec, kernels, workspace) for _ in range(NUM_LANES))
 
     def _kernels(self) -> Kernels:

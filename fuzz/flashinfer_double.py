@@ -94,6 +94,7 @@ class _Wrapper:
     ) -> None:
         require(float_workspace_buffer.dtype is torch.uint8, "workspace-dtype", float_workspace_buffer.dtype)
         require(float_workspace_buffer.data_ptr() % 16 == 0, "workspace-alignment", "not 16-byte aligned")
+        require(not float_workspace_buffer[:: 2**16].any(), "workspace-zeroed", "it must be 0 for its first use")
         require(kv_layout in ("NHD", "HND"), "layout", kv_layout)
         require(backend != "auto", "backend", "auto stays with what its first plan chose")
         self._stream, self._layout, self._tensor_cores = stream, kv_layout, use_tensor_cores
@@ -217,6 +218,7 @@ class PrefillDouble(_Wrapper):
 class FlashInferOverDouble(FlashInferAttention):
     """The driver over the double, on the CPU, for the dtypes and head sizes that it has on a GPU."""
 
+    workspace_bytes = 2**24  # every new driver zeroes it
     lazy: ClassVar[bool] = False
 
     @classmethod

@@ -51,7 +51,7 @@ def test_every_request_gets_what_it_gets_alone() -> None:
 
     run_state_machine_as_test(
         Machine,
-        settings=settings(max_examples=60, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=30, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
     )
 
 

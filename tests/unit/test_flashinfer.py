@@ -28,7 +28,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_sequences_computed_in_steps_match_dense_attention(seed: int) -> None:
     run_example(FlashInferOverDouble, seed)

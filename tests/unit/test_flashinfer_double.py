@@ -20,7 +20,7 @@ def ints(*values: int) -> Tensor:
 
 
 MAKE: dict[str, Any] = {
-    "float_workspace_buffer": torch.empty(2**20, dtype=torch.uint8),
+    "float_workspace_buffer": torch.zeros(2**20, dtype=torch.uint8),
     "kv_layout": "NHD",
     "backend": "fa2",
 }
@@ -108,8 +108,9 @@ def test_a_plan_that_breaks_a_rule_is_refused(rule: str, changes: dict[str, Any]
 @pytest.mark.parametrize(
     ("rule", "changes"),
     [
-        ("workspace-dtype", {"float_workspace_buffer": torch.empty(2**20)}),
-        ("workspace-alignment", {"float_workspace_buffer": torch.empty(2**20, dtype=torch.uint8)[1:]}),
+        ("workspace-dtype", {"float_workspace_buffer": torch.zeros(2**20)}),
+        ("workspace-zeroed", {"float_workspace_buffer": torch.ones(2**20, dtype=torch.uint8)}),
+        ("workspace-alignment", {"float_workspace_buffer": torch.zeros(2**20, dtype=torch.uint8)[1:]}),
         ("layout", {"kv_layout": "NDH"}),
         ("backend", {"backend": "auto"}),
     ],
@@ -187,7 +188,7 @@ def test_a_launch_without_queries_is_refused() -> None:
 
 
 def test_a_workspace_that_is_too_small_is_reported_in_the_package_s_words() -> None:
-    wrapper = prefill(Stream(), float_workspace_buffer=torch.empty(4159, dtype=torch.uint8))
+    wrapper = prefill(Stream(), float_workspace_buffer=torch.zeros(4159, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match=r"^Buffer overflow .* with size 4160 and .* only 4159 bytes available"):
         wrapper.plan(**PREFILL)
 
