@@ -87,7 +87,7 @@ class FlashInferAttention(AttentionBackend):
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
         out = self._empty(q)
-        # The kernel takes q's elements for contiguous, and does not check.
+        # The kernel takes a head's elements for contiguous, and does not check.
         self._lanes[-1].run(q.contiguous(), self.cache[layer], out)
         return out
 
