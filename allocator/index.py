@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class PrefixIndex:
         self._more_blocks: dict[int, tuple[int, ...]] = {}  # of nodes that several blocks carry, all but the first
         self._last_number = 0
         # By place. Links are nodes, and `NONE` in a place that is free.
-        self._block: list[int] = []
+        self._block = array("i")
         self._parent: list[int] = []
         self._tokens: list[bytes] = []
         self._hash: list[int] = []
@@ -43,7 +44,7 @@ class PrefixIndex:
         self._child: list[int] = []  # the youngest
         self._older: list[int] = []  # the parent's next older child
         self._younger: list[int] = []
-        self._free_places: list[int] = []
+        self._free_places = array("i")
 
     def root(self, namespace: Namespace) -> int:
         """The parent of the namespace's first blocks, `NONE` when it has none."""
@@ -165,9 +166,10 @@ class PrefixIndex:
         if n <= len(self._free_places):
             return
         size = len(self._tokens)
-        more = max(size, n, 16)
+        more = max(size // 4, n, 16)
         links = (self._parent, self._collision, self._child, self._older, self._younger)
-        for numbers in (self._block, self._hash, *links):
+        self._block.frombytes(bytes(self._block.itemsize * more))
+        for numbers in (self._hash, *links):
             numbers += [NONE] * more
         self._tokens += [b""] * more
         self._free_places.extend(range(size + more - 1, size - 1, -1))

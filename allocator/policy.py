@@ -6,7 +6,7 @@ hands those out before it evicts anything.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Protocol
@@ -37,26 +37,48 @@ class EvictionPolicy(Protocol):
 
 
 class LRU:
-    """Evicts the least recently released block."""
+    """Evicts the least recently released block.
+
+    A ring of blocks, linked in two arrays: 8 bytes a block, where an OrderedDict takes over a hundred.
+    """
 
     def __init__(self) -> None:
-        # Not a plain dict: finding its first key is O(deleted keys), OrderedDict's linked list is O(1).
-        self._order: OrderedDict[int, None] = OrderedDict()
+        # By block number plus one, so that place 0 is the ring's own: after it comes the first to be evicted.
+        self._next = array("i", (0,))
+        self._previous = array("i", (0,))
+        self._length = 0
 
     def insert(self, block: int, published: int) -> None:
-        self._order[block] = None
+        place = block + 1
+        if place >= len(self._next):
+            more = bytes(self._next.itemsize * (place + place // 2 + 1 - len(self._next)))
+            self._next.frombytes(more)
+            self._previous.frombytes(more)
+        last = self._previous[0]
+        self._next[last] = self._previous[0] = place
+        self._previous[place] = last
+        self._next[place] = 0
+        self._length += 1
 
     def remove(self, block: int) -> None:
-        del self._order[block]
+        after, before = self._next[block + 1], self._previous[block + 1]
+        self._next[before] = after
+        self._previous[after] = before
+        self._length -= 1
 
     def pop(self) -> int:
-        return self._order.popitem(last=False)[0]
+        block = self._next[0] - 1
+        self.remove(block)
+        return block
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._length
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
+        place = self._next[0]
+        while place:
+            yield place - 1
+            place = self._next[place]
 
 
 class FIFO:

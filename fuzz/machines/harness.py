@@ -49,10 +49,12 @@ class NewestFirst(LRU):
     """Evicts parents before their children: what a policy may do at worst."""
 
     def pop(self) -> int:
-        return self._order.popitem(last=True)[0]
+        newest = next(iter(self))
+        self.remove(newest)
+        return newest
 
     def __iter__(self) -> Iterator[int]:
-        return reversed(self._order)
+        return reversed(list(super().__iter__()))
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "fifo": FIFO, "newest first": NewestFirst}

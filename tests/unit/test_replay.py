@@ -159,7 +159,9 @@ def test_default_sizes_are_powers_of_four_between_the_longest_prompt_and_all_blo
 def test_the_policy_decides() -> None:
     class MRU(LRU):
         def pop(self) -> int:
-            return self._order.popitem(last=True)[0]
+            newest = list(self)[-1]
+            self.remove(newest)
+            return newest
 
     one, two = (600, [0, 10]), (600, [1, 11])
     # For `two`, LRU evicts 10, and later 11 for a new 10.
