@@ -1,13 +1,15 @@
 """A state machine for `Engine`: whatever else is in flight, a request's tokens are those it gets when it runs alone.
 
-Requests with shared beginnings arrive, run, are preempted for lack of blocks and aborted, in pools that hold only a few
-of them. The oracle computes each request by itself, from its whole prefix at every token, on a dense attention of its
-own: it has no cache, no blocks, no batch and no scheduler.
+Requests with shared beginnings arrive, run, are forked, preempted for lack of blocks and aborted, in pools that hold
+only a few of them. The oracle computes each request by itself, from its whole prefix at every token, on a dense
+attention of its own: it has no cache, no blocks, no batch and no scheduler.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from functools import lru_cache
+from random import Random
 
 import torch
 from hypothesis import event
@@ -16,9 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from kvproof.backend.engine import Engine
+from kvproof.backend.engine_backend import EngineBackend
 from kvproof.backend.request import FinishReason, Request, RequestRefused
 from kvproof.backend.runner import Step
 from kvproof.backend.sampling import SamplingParams
+from kvproof.backend.scheduler import Scheduler
+from kvproof.fuzz.conformance.faults import METADATA_FAULTS, MethodFault
+from kvproof.fuzz.planted import Fault
 from kvproof.fuzz.toy import ToyRunner
 
 RUNNER = ToyRunner(max_length=24, eos_token_ids=(0,))
@@ -111,6 +117,29 @@ class EngineMachine(RuleBasedStateMachine):
                 assert gained == (1 if any(request is other for other in advanced) else 0)
             assert busy or not advanced
 
+    @rule(which=st.integers(0, 3), token=st.integers(1, 3))
+    def fork(self, which: int, token: int) -> None:
+        """A decoding request is split in two that go on from the same KV, one of them with another last token.
+
+        The engine has no word for this yet: it is done by hand, on its manager and its scheduler.
+        """
+        scheduler, manager = self.engine.scheduler, self.engine.manager
+        decoding = [r for r in scheduler.running if r.seq.num_reserved == r.seq.num_computed == len(r.seq) - 1]
+        if not decoding or len(scheduler.running) == scheduler.max_num_seqs:
+            return
+        parent = decoding[which % len(decoding)]
+        seq = manager.fork(parent.seq)
+        manager.truncate(seq, seq.num_computed)
+        seq.append(token)
+        prompt = tuple(seq.tokens(0))
+        left = parent.num_prompt_tokens + parent.params.max_tokens - len(prompt)
+        request_id = 1000 + len(self.requests)  # after those that the engine numbers
+        params = SamplingParams(max_tokens=left)
+        child = Request(request_id, seq, len(prompt), params, Random(0), parent.priority)
+        insort(scheduler.running, child, key=lambda r: r.key)
+        self.requests.append((child, prompt))
+        event("forked")
+
     @rule(which=st.integers(0, 15))
     def abort(self, which: int) -> None:
         if self.requests:
@@ -148,3 +177,57 @@ class EngineMachine(RuleBasedStateMachine):
             event("preempted")
         assert self.engine.manager.num_used == 0
         self.engine.manager.check()
+
+
+def _begin(name: str, old: str, new: str, why: str) -> Fault:
+    return Fault(name, EngineBackend, "begin", old, new, why)
+
+
+PLAN = "self.attention.plan(plan)"
+
+REFUSED_PLANS = (
+    _begin("slots one too high", PLAN, f"plan.slot_mapping.add_(1); {PLAN}", "slot_mapping, off by one"),
+    _begin("last pages one too short", PLAN, f"plan.kv_last_page_len.sub_(1); {PLAN}", "last_page_len, off by one"),
+    _begin("plan one position on", PLAN, f"plan.positions.add_(1); {PLAN}", "positions, off by one"),
+    _begin("last block one too high", PLAN, f"plan.kv_indices[-1:].add_(1); {PLAN}", "a wrong block in kv_indices"),
+)
+"""An engine that builds a wrong plan: `BatchPlan.validate` refuses each before it can do harm."""
+
+ENGINE_FAULTS: tuple[Fault | MethodFault, ...] = (
+    *(fault for fault in METADATA_FAULTS if fault.backend.name == EngineMachine.attention),
+    _begin(
+        "first block one on",
+        PLAN,
+        "on = chunks[0].seq.num_computed >= self.spec.block_size\n"
+        f"    plan.kv_indices[0].add_(on).remainder_(self.spec.num_blocks); {PLAN}",
+        "a wrong block in kv_indices: where nobody writes it, no rule of the plan can know",
+    ),
+    _begin(
+        "model one position back",
+        "positions=plan.positions.to",
+        "positions=(plan.positions - 1).clamp(min=0).to",
+        "positions, off by one, where the model embeds them",
+    ),
+    _begin(
+        "no copy on write",
+        "self.attention.copy_blocks(self.manager.take_copies())",
+        "self.manager.take_copies()",
+        "a fork goes on with what its new block held before",
+    ),
+    _begin(
+        "a chunk from the end",
+        "seq.tokens(seq.num_computed, seq.num_computed + n)",
+        "seq.tokens(len(seq) - n, len(seq))",
+        "the second chunk of a prompt is not where the first one ended",
+    ),
+    _begin("logits of the token before", "int(end) - 1", "max(0, int(end) - 2)", "qo_indptr, off by one"),
+    Fault(
+        "preempted with its blocks",
+        Scheduler,
+        "remove",
+        "self.manager.release(request.seq)",
+        "pass",
+        "an aborted or preempted request keeps what it held",
+    ),
+)
+"""Faults that change tokens or leak blocks; those of the metadata are a backend's that misreads a valid plan."""

@@ -1,0 +1,62 @@
+"""What the engine machine notices: plans that are built wrong or read wrong, copies that are not made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvproof.attention import InvalidBatch
+from kvproof.fuzz.conformance.faults import MethodFault
+from kvproof.fuzz.machines.engine import ENGINE_FAULTS, REFUSED_PLANS, EngineMachine
+from kvproof.fuzz.planted import Fault
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(examples: int) -> None:
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=25,
+            phases=(Phase.generate,),
+            derandomize=True,
+            database=None,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.usefixtures("capsys")  # it tells every failure's steps
+@pytest.mark.parametrize("fault", ENGINE_FAULTS, ids=str)
+def test_a_fault_is_noticed(fault: Fault | MethodFault) -> None:
+    with fault.planted(), pytest.raises(Exception) as noticed:
+        run(200)
+    assert not isinstance(noticed.value, (NameError, AttributeError, TypeError))  # the fault itself does not run
+
+
+@pytest.mark.usefixtures("capsys")
+@pytest.mark.parametrize("fault", REFUSED_PLANS, ids=str)
+def test_a_wrong_plan_is_refused_before_it_can_do_harm(fault: Fault) -> None:
+    with fault.planted(), pytest.raises(InvalidBatch):
+        run(200)
+
+
+def test_without_a_fault_it_is_quiet() -> None:
+    run(20)
+
+
+def test_faults_have_names_of_their_own() -> None:
+    assert len({fault.name for fault in (*ENGINE_FAULTS, *REFUSED_PLANS)}) == len(ENGINE_FAULTS) + len(REFUSED_PLANS)
