@@ -1,7 +1,8 @@
 """Paged attention in plain PyTorch: the default on the CPU, and it runs wherever PyTorch does.
 
-PyTorch has no kernel that reads a paged cache, so each call gathers the keys and values it needs into
-contiguous memory and hands them to `scaled_dot_product_attention`. What makes that quick and safe is the
+On the CPU, decodes are the work of a compiled kernel that reads the cache in place (`cpu_kernel`). PyTorch has none
+that does, so all else (prefills; decodes too where that kernel can't be built) gathers the keys and values it needs
+into contiguous memory and hands them to `scaled_dot_product_attention`. What makes that quick and safe is the
 gather's index, made once per step for all layers: for every row and position it names the memory of that
 token, and past the end of a sequence that of the sequence's last token. Unused slots are therefore never
 read, whatever they hold, and padding costs no cache misses.
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvproof.attention.base import AttentionBackend, Capabilities
+from kvproof.attention.cpu_kernel import DecodeKernel
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import CacheSpec
 
@@ -78,33 +80,46 @@ class TorchAttention(AttentionBackend):
         self._heads = 1 if spec.layout == "NHD" else spec.num_kv_heads
         self._vectors = self.cache.view(spec.num_layers, -1, spec.num_kv_heads // self._heads * spec.head_size).unbind()
         self._gathered = self.cache.new_empty(0)
+        self._kernel = DecodeKernel.create(spec, self.cache)
 
     def _plan(self, batch: BatchPlan) -> None:
+        self._plan_gather(batch, first=batch.num_decodes if self._kernel else 0)
+        if self._kernel:
+            self._kernel.plan(batch)
+
+    def _plan_gather(self, batch: BatchPlan, first: int) -> None:
+        """Plan the calls for rows from `first` on; there is one token to each row before."""
+        if batch.num_tokens == first:
+            self._order, self._calls, self._num_tokens, self._first_token = None, [], [], first
+            return
         spec = self.spec
-        start, seq_lens = batch.qo_indptr.numpy().astype(np.int64), batch.seq_lens.numpy().astype(np.int64)
+        start, seq_lens, kv_indptr = (
+            array.numpy()[first:].astype(np.int64) for array in (batch.qo_indptr, batch.seq_lens, batch.kv_indptr)
+        )
+        start, kv_indices = start - first, batch.kv_indices.numpy()[kv_indptr[0] :]
         query_lens: list[int] = np.diff(start).tolist()
         padded: list[int] = (-(-seq_lens // KEYS_MULTIPLE) * KEYS_MULTIPLE).tolist()
         token_elements = 2 * spec.num_kv_heads * spec.head_size
         most_keys = GATHER_BYTES // (token_elements * self.cache.element_size())
         groups = list(_similar_rows(query_lens, padded, most_keys))
-        largest = token_elements * max((len(rows) * padded[rows[0]] for rows in groups), default=0)
+        largest = token_elements * max((len(rows) * max(padded[row] for row in rows) for rows in groups), default=0)
         if largest > self._gathered.numel():
             self._gathered = self.cache.new_empty(largest)
 
         # First vector of every slot of every row's blocks; within a block they go [key or value, head, slot].
-        blocks = batch.kv_indices.numpy().astype(np.int64)[:, None]
+        blocks = kv_indices.astype(np.int64)[:, None]
         slots = (blocks * (2 * self._heads * spec.block_size) + np.arange(spec.block_size)).reshape(-1)
-        first = batch.kv_indptr.numpy().astype(np.int64) * spec.block_size
+        first_slot = (kv_indptr - kv_indptr[0]) * spec.block_size
         order, calls = [np.empty(0, dtype=np.int64)], []
         for rows in groups:
             lens, m = seq_lens[rows, None], query_lens[rows[0]]
             longest = max(padded[row] for row in rows)
-            calls.append(self._call(slots[first[rows, None] + np.minimum(np.arange(longest), lens - 1)], lens, m))
+            calls.append(self._call(slots[first_slot[rows, None] + np.minimum(np.arange(longest), lens - 1)], lens, m))
             order.append((start[rows, None] + np.arange(m)).reshape(-1))
         tokens = np.concatenate(order)
         in_order = bool((tokens == np.arange(len(tokens))).all())
         self._order = None if in_order else (self._index(tokens), self._index(np.argsort(tokens)))
-        self._calls, self._num_tokens = calls, [len(part) for part in order[1:]]
+        self._calls, self._num_tokens, self._first_token = calls, [len(part) for part in order[1:]], first
 
     def _call(self, slots: Ints, seq_lens: Ints, m: int) -> _Call:
         spec, (n, longest) = self.spec, slots.shape
@@ -134,14 +149,28 @@ class TorchAttention(AttentionBackend):
     def _index(self, index: Ints) -> Tensor:
         return torch.from_numpy(index.reshape(-1)).to(self.cache.device)
 
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self._kernel:
+            self._kernel.write(layer, k, v)
+        else:
+            super()._write(layer, k, v)
+
     def _attend(self, layer: int, q: Tensor) -> Tensor:
+        parts = []
+        if self._first_token and self._kernel:
+            parts.append(self._kernel.attend(layer, q))
+        if self._calls:
+            parts.append(self._attend_gathered(layer, q[self._first_token :]))
+        return parts[0] if len(parts) == 1 else torch.cat([q[:0], *parts])
+
+    def _attend_gathered(self, layer: int, q: Tensor) -> Tensor:
         if self._order is not None:
             q = q.index_select(0, self._order[0])
         parts = [
             self._run(call, self._vectors[layer], queries)
             for call, queries in zip(self._calls, torch.split(q, self._num_tokens), strict=True)
         ]
-        attended = parts[0] if len(parts) == 1 else torch.cat([q[:0], *parts])
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended if self._order is None else attended.index_select(0, self._order[1])
 
     def _run(self, call: _Call, vectors: Tensor, q: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from kvproof.attention import (
     InvalidBatch,
     NotPlanned,
     UnsupportedSpec,
+    cpu_kernel,
 )
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.attention.torch_paged import KEYS_MULTIPLE, PADDING, TorchAttention, _similar_rows
@@ -40,6 +41,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["kernel", "gather"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both ways in which the torch backend decodes on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPROOF_NO_KERNEL", "0" if request.param == "kernel" else "1")
+        if request.param == "kernel" and cpu_kernel.load() is None:
+            pytest.skip("no kernel on this machine")
+        yield request.param
 
 
 def make_spec(**changes: Any) -> CacheSpec:
@@ -112,7 +123,9 @@ class Sequence:
 
 @settings(max_examples=60, deadline=None)
 @given(specs(), st.integers(1, 5), st.integers(0, 2**31))
-def test_sequences_computed_in_steps_match_dense_attention(spec: CacheSpec, num_sequences: int, seed: int) -> None:
+def test_sequences_computed_in_steps_match_dense_attention(
+    path: str, spec: CacheSpec, num_sequences: int, seed: int
+) -> None:
     """Chunks, decodes and mixtures of them, on scattered blocks of a cache full of NaN, some sharing a prefix."""
     torch.manual_seed(seed)
     choose = random.Random(seed)
@@ -129,7 +142,8 @@ def test_sequences_computed_in_steps_match_dense_attention(spec: CacheSpec, num_
     expected = [dense(spec, s.q, s.k, s.v) for s in sequences]
     backends: list[AttentionBackend] = [ReferenceAttention(spec)]
     if spec.dtype != "float64":
-        backends.append(TorchAttention(spec))
+        backends.append(paged := TorchAttention(spec))
+        assert (paged._kernel is None) == (path == "gather")
     for backend in backends:
         backend.cache.fill_(float("nan"))
 
@@ -159,6 +173,7 @@ def test_sequences_computed_in_steps_match_dense_attention(spec: CacheSpec, num_
         torch.testing.assert_close(backend.cache, backends[0].cache, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("backend_class", [ReferenceAttention, TorchAttention])
 def test_memory_outside_the_sequences_is_never_read(backend_class: type[AttentionBackend], poison: float) -> None:
@@ -198,7 +213,8 @@ def test_prompts_and_chunks_of_one_query_length_share_a_call(query_len: int) -> 
     assert_close(spec, paged.run(0, q, k, v), reference.run(0, q, k, v))
 
 
-def test_one_long_sequence_does_not_pad_the_short_ones() -> None:
+def test_one_long_sequence_does_not_pad_the_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPROOF_NO_KERNEL", "1")
     spec = make_spec(num_blocks=1000, block_size=16)
     backend = TorchAttention(spec)
     seq_lens = [20] * 16 + [8000] + [40] * 15
@@ -225,6 +241,82 @@ def test_similar_rows_are_grouped_within_bounds(rows: list[tuple[int, int]], mos
         assert len({query_lens[row] for row in group}) == 1
         assert sum(longest - seq_lens[row] for row in group) * query_lens[group[0]] <= PADDING
         assert len(group) == 1 or len(group) * longest <= most_keys
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_decode_gives_the_same_bits_alone_and_in_any_batch(
+    dtype: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside other decodes and prefills, in other blocks: what a row computes depends on the row alone."""
+    monkeypatch.setenv("KVPROOF_NO_KERNEL", "0")
+    if cpu_kernel.load() is None:
+        pytest.skip("no kernel on this machine: the gathering path promises less")
+    generator = random.Random(dtype + layout)
+    seq_lens = [1, 2, 15, 16, 17, 511, 512, 513, 1023, 1024, 1025, 2000]
+    seq_lens += [generator.randint(1, 2000) for _ in range(20)]
+    counts = [-(-length // 16) for length in seq_lens]
+    num_blocks = 2 * sum(counts) + 4
+    spec = make_spec(num_heads=6, head_size=24, dtype=dtype, layout=layout, num_blocks=num_blocks, block_size=16)
+    backend = TorchAttention(spec)
+    blocks = iter(generator.sample(range(spec.num_blocks), spec.num_blocks))
+    tables, others = ([array("i", [next(blocks) for _ in range(count)]) for count in counts] for _ in range(2))
+    prefill = array("i", blocks)
+    backend.cache.normal_()
+    for table, other in zip(tables, others, strict=True):
+        backend.copy_blocks(list(zip(table, other, strict=True)))
+    q, k, v = random_tokens(spec, len(seq_lens) + 40)
+    rows = len(seq_lens)
+
+    backend.plan(BatchPlan.build([*tables, prefill], [*seq_lens, 40], [*[1] * rows, 40], 16))
+    together = backend.run(0, q, k, v)
+    for row, length in enumerate(seq_lens):
+        for table in (tables[row], others[row]):
+            backend.plan(BatchPlan.build([table], [length], [1], 16))
+            assert torch.equal(backend.run(0, q[row : row + 1], k[row : row + 1], v[row : row + 1])[0], together[row])
+    order = generator.sample(range(rows), rows)
+    backend.plan(BatchPlan.build([others[row] for row in order], [seq_lens[row] for row in order], [1] * rows, 16))
+    assert torch.equal(backend.run(0, q[order], k[order], v[order]), together[order])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_kernel_converts_every_value_there_is(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of each 16-bit number and the next one: nearly always a tie, and infinities and NaN are among them."""
+    monkeypatch.setenv("KVPROOF_NO_KERNEL", "0")
+    if cpu_kernel.load() is None:
+        pytest.skip("no kernel on this machine")
+    rows, heads, size = 32, 32, 64
+    spec = make_spec(num_heads=heads, num_kv_heads=heads, head_size=size, dtype=dtype, num_blocks=rows, block_size=2)
+    backend = TorchAttention(spec)
+    bits = torch.arange(2**16, dtype=torch.int32)
+    values, others = (
+        x.to(torch.int16).view(spec.torch_dtype).view(rows, heads, size) for x in (bits, (bits + 1) % 2**16)
+    )
+    _, cached = backend.kv(0)
+    cached[:, 0] = values
+    backend.plan(BatchPlan.build([array("i", [row]) for row in range(rows)], [2] * rows, [1] * rows, 2))
+    zeros = torch.zeros_like(others)
+    right = ((values.float() + others.float()) * 0.5).to(spec.torch_dtype)
+    torch.testing.assert_close(backend.run(0, zeros, zeros, others), right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_long_decodes_are_right(dtype: str) -> None:
+    """Sequences of several of the kernel's spans, with scores so far apart that the maximum keeps moving."""
+    spec = make_spec(num_heads=6, head_size=64, dtype=dtype, num_blocks=400, block_size=5)
+    seq_lens = [1024, 513, 400]
+    blocks = iter(torch.randperm(400).tolist())
+    tables = [array("i", [next(blocks) for _ in range(-(-length // 5))]) for length in seq_lens]
+    paged, reference = TorchAttention(spec), ReferenceAttention(make_spec(**spec.model_dump() | {"dtype": "float64"}))
+    paged.cache.normal_()
+    reference.cache.copy_(paged.cache)
+    q, k, v = random_tokens(spec, 3)
+    q *= torch.tensor([1, 5, 20]).view(3, 1, 1)
+    for backend in (paged, reference):
+        backend.plan(BatchPlan.build(tables, seq_lens, [1] * 3, 5))
+    right = reference.run(0, q.double(), k.double(), v.double())
+    assert_close(spec, paged.run(0, q, k, v), right)
 
 
 class Plain(AttentionBackend):
@@ -289,6 +381,7 @@ def planned(cls: type[AttentionBackend]) -> AttentionBackend:
     return backend
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("cls", [ReferenceAttention, TorchAttention])
 @pytest.mark.parametrize(
     ("layer", "change", "message"),
@@ -313,6 +406,7 @@ def test_run_refuses_what_the_step_does_not_fit(
     assert not backend.cache.any()
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("cls", [ReferenceAttention, TorchAttention])
 def test_a_refused_plan_leaves_the_old_one(cls: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: BatchPlan) -> None:
@@ -336,6 +430,7 @@ def test_run_needs_a_plan(cls: type[AttentionBackend]) -> None:
         backend.run(0, *random_tokens(backend.spec, 1))
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("cls", [ReferenceAttention, TorchAttention])
 def test_a_batch_of_empty_rows_computes_nothing(cls: type[AttentionBackend]) -> None:
     backend = cls(make_spec())

@@ -1,0 +1,228 @@
+"""The decode kernel: `decode.c`, compiled for this very processor when it is first needed.
+
+The library is kept in the user's cache folder under a name that stands for all that it was made from: source, compiler,
+flags, processor. Where it can't be had (no C compiler, no folder of the user's own), a warning in the log says why, and
+attention falls back to PyTorch's operators. `KVPROOF_NO_KERNEL=1` in the environment chooses that.
+
+Its threads are those of the OpenMP library that PyTorch has loaded: a second one would bring threads of its own to the
+same cores. Such threads do not survive a fork, so a forked child runs it on one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvproof.attention.plan import BatchPlan
+from kvproof.attention.spec import CacheSpec
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("decode.c")
+FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno")
+DTYPES = ("float32", "bfloat16", "float16")
+"""Element types, in the order of the kernel's numbers for them."""
+
+THREAD_BYTES = 2**16
+"""Keys and values that are worth a thread: reading as much takes about as long as waking one and waiting for it."""
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_size", "block_size", "hnd")),
+        ("scale", c_float),
+    ]
+
+
+class Plan(ctypes.Structure):
+    _fields_ = [
+        ("num_spans", c_int32),
+        *(
+            (name, c_void_p)
+            for name in ("span_indptr", "span_rows", "kv_indptr", "kv_indices", "seq_lens", "pending", "work")
+        ),
+    ]
+
+
+class DecodeKernel:
+    """Attention of a step's decodes, and the writing of all its keys and values, on one cache."""
+
+    @classmethod
+    def create(cls, spec: CacheSpec, kv_cache: Tensor) -> DecodeKernel | None:
+        """The kernel on the cache of `spec`, or None where this machine or this cache has none."""
+        if os.environ.get("KVPROOF_NO_KERNEL") == "1" or kv_cache.device.type != "cpu" or spec.dtype not in DTYPES:
+            return None
+        library = load()
+        return None if library is None else cls(library, spec, kv_cache)
+
+    def __init__(self, library: ctypes.CDLL, spec: CacheSpec, kv_cache: Tensor) -> None:
+        self._library, self._spec = library, spec
+        self._shape = Shape(
+            DTYPES.index(spec.dtype),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.block_size,
+            spec.layout == "HND",
+            spec.softmax_scale,
+        )
+        self._layers = [layer.data_ptr() for layer in kv_cache]
+        self._token_bytes = 2 * spec.num_kv_heads * spec.head_size * kv_cache.element_size()
+        self._span_bytes = library.kvproof_span_bytes(self._shape)
+        self._work = torch.empty(0, dtype=torch.uint8)
+
+    def plan(self, batch: BatchPlan) -> None:
+        """Prepare a validated batch: the first `num_decodes` rows are those to attend for."""
+        rows = batch.num_decodes
+        seq_lens = batch.seq_lens.numpy()[:rows]
+        spans = -(-seq_lens // self._library.kvproof_span_tokens())
+        span_indptr = np.zeros(rows + 1, dtype=np.int32)
+        np.cumsum(spans, out=span_indptr[1:])
+        num_spans = int(span_indptr[-1])
+        span_rows = np.repeat(np.arange(rows, dtype=np.int32), spans)
+        if num_spans * self._span_bytes > self._work.numel():
+            self._work = torch.empty(num_spans * self._span_bytes, dtype=torch.uint8)
+        self._arrays = (span_indptr, span_rows, spans, batch)  # the plan only points at them
+        self._plan = Plan(
+            num_spans,
+            span_indptr.ctypes.data,
+            span_rows.ctypes.data,
+            batch.kv_indptr.data_ptr(),
+            batch.kv_indices.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            spans.ctypes.data,
+            self._work.data_ptr(),
+        )
+        self._rows, self._tokens, self._slots = rows, batch.num_tokens, batch.slot_mapping.data_ptr()
+        self._most_threads = 1 + int(seq_lens.sum()) * self._token_bytes // THREAD_BYTES
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write all tokens' k and v [T, num_kv_heads, head_size] to their slots."""
+        k, v = self._packed(k), self._packed(v)
+        self._library.kvproof_write(self._shape, self._tokens, self._slots, self._layers[layer], *_rows(k), *_rows(v))
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of the decodes, which are the first of q's tokens: [num_decodes, num_heads, head_size]."""
+        q = self._packed(q)
+        out = q.new_empty((self._rows, *q.shape[1:]))
+        threads = min(_threads(), self._most_threads)
+        self._library.kvproof_decode(self._shape, self._plan, threads, self._layers[layer], *_rows(q), out.data_ptr())
+        return out
+
+    def _packed(self, x: Tensor) -> Tensor:
+        """With each token's heads in one piece; tokens may be apart, as in a slice of fused projections."""
+        return x if x.stride()[1:] == (self._spec.head_size, 1) else x.contiguous()
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Address of the first token, and bytes from one to the next."""
+    return x.data_ptr(), x.stride(0) * x.element_size()
+
+
+_process = os.getpid()
+
+
+def _threads() -> int:
+    return torch.get_num_threads() if os.getpid() == _process else 1
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The compiled library, built unless the cache has it; None, and a warning, where it can't be built."""
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("decode attention runs without its compiled kernel, several times slower: %s", error)
+        return None
+    library.kvproof_span_tokens.restype = c_int
+    library.kvproof_span_bytes.argtypes = [POINTER(Shape)]
+    library.kvproof_span_bytes.restype = c_size_t
+    library.kvproof_decode.argtypes = [POINTER(Shape), POINTER(Plan), c_int, *[c_void_p] * 2, c_size_t, c_void_p]
+    library.kvproof_decode.restype = None
+    library.kvproof_write.argtypes = [POINTER(Shape), c_int, *[c_void_p] * 3, c_size_t, c_void_p, c_size_t]
+    library.kvproof_write.restype = None
+    return library
+
+
+def _built() -> Path:
+    """The library's file. Raises `OSError` or `SubprocessError`, which say in one line why there is none."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise OSError("there is no C compiler, neither cc nor gcc")
+    source, openmp = SOURCE.read_bytes(), _openmp()
+    version = _call([compiler, "--version"])
+    key = hashlib.sha256(repr((source, compiler, version, FLAGS, openmp, _processor())).encode()).hexdigest()
+    folder = _own_folder()
+    library = folder / f"decode-{key[:32]}.so"
+    if not _is_intact(library):
+        # Made aside and renamed: a process that builds the same at the same time never sees half of it.
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            compiled, linked = Path(scratch, "decode.o"), Path(scratch, "decode.so")
+            _call([compiler, *FLAGS, *(["-fopenmp"] if openmp else []), "-c", str(SOURCE), "-o", str(compiled)])
+            _call([compiler, "-shared", "-o", str(linked), str(compiled), *([openmp] if openmp else [])])
+            content = linked.read_bytes()
+            linked.write_bytes(content + hashlib.sha256(content).digest())
+            linked.replace(library)
+    return library
+
+
+def _is_intact(library: Path) -> bool:
+    """Whether the file is there and ends in the digest of the rest: a damaged one could crash the process."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _own_folder() -> Path:
+    """The cache folder. Raises `OSError` if others could put a library there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvproof")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise OSError(f"{folder} must be a folder that only its owner, user {os.getuid()}, can enter (mode 700)")
+    return folder
+
+
+def _openmp() -> str | None:
+    """The file of the GNU OpenMP library that PyTorch has loaded, if it has."""
+    try:
+        mapped = Path("/proc/self/maps").read_text().split()
+    except OSError:
+        return None
+    found = [path for path in mapped if Path(path).name.startswith("libgomp")]
+    return max(found, key=lambda path: "torch" in path, default=None)  # another package may have brought one too
+
+
+def _processor() -> str:
+    """What -march=native looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return os.uname().machine
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), os.uname().machine)
+
+
+def _call(command: list[str]) -> str:
+    english = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=120, env=english, check=False
+    )
+    if done.returncode:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
+        raise OSError(f"{command[0]} failed: {reason}")
+    return done.stdout

@@ -1,0 +1,362 @@
+/* Decode attention over a paged KV cache: every key and value is read once, where it lies.
+
+   A row (a sequence with one query token) is cut into spans of SPAN tokens, which depend on its length alone, and the
+   threads share out the spans: so a row's result has the same bits in any batch and with any number of threads. A span
+   goes through its tokens in tiles of LANES with a running maximum (online softmax), in float32; whoever finishes a
+   row's last span merges them. Query heads that share a key head share each read of it. Only the row's own tokens are
+   read.
+
+   A layer of the cache is [blocks][2][slots][kv heads][head size], or [blocks][2][kv heads][slots][head size] (HND). */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined __AVX512F__
+#define LANES 16
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif defined __AVX2__
+#define LANES 8
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define LANES 4
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum {
+    SPAN = 512,       /* tokens */
+    GROUP = 4,        /* query heads of one key head that are computed together; the registers hold no more */
+    PAIR = 2 * LANES, /* elements that are loaded together */
+};
+#define LOWEST (-0x1.fffffep127f)
+
+typedef struct {
+    int32_t dtype, num_heads, num_kv_heads, head_size, block_size, hnd;
+    float scale;
+} Shape;
+
+/* The rows to attend for. Row r has the spans span_indptr[r] to span_indptr[r + 1]; span_rows says the same the other
+   way round. `pending` holds each row's number of spans (and again after each call). `work` is 64-byte aligned and has
+   kvproof_span_bytes for each span. The other arrays are a BatchPlan's. */
+typedef struct {
+    int32_t num_spans;
+    const int32_t *span_indptr, *span_rows, *kv_indptr, *kv_indices, *seq_lens;
+    int32_t *pending;
+    char *work;
+} Plan;
+
+/* What a span keeps of one query head. */
+typedef struct {
+    vec max;    /* of the scores so far, in every lane */
+    vec weight; /* sums of e^(score - max), one per lane */
+    vec data[]; /* query * scale, then the sum of e^(score - max) * value, each as pairs for padded(s) elements */
+} Head;
+
+INLINE size_t width(const int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+INLINE int padded(const Shape *s) { return (s->head_size + PAIR - 1) / PAIR * PAIR; }
+INLINE size_t head_bytes(const Shape *s) { return sizeof(Head) + 2 * padded(s) * sizeof(float); }
+INLINE Head *head_at(const Shape *s, const void *heads, int i) { return (Head *)((char *)heads + i * head_bytes(s)); }
+
+/* ---- vectors ---- */
+
+INLINE vec fill(float x) { return x - (vec){0}; }
+INLINE words fill_words(uint32_t x) { return x - (words){0}; }
+INLINE vec choose(ints condition, vec yes, vec no) { return (vec)((condition & (ints)yes) | (~condition & (ints)no)); }
+
+/* Between float32 and what fits into the lower half of each lane, rounding to nearest, ties to even. */
+INLINE vec from_bfloat16(words h) { return (vec)(h << 16); }
+
+INLINE words to_bfloat16(vec x) {
+    words bits = (words)x;
+    return (words)choose(x != x, (vec)fill_words(0x7fc0), (vec)((bits + 0x7fff + (bits >> 16 & 1)) >> 16));
+}
+
+INLINE vec from_float16(words h) {
+    words magnitude = (h & 0x7fff) << 13;
+    vec finite = (vec)magnitude * 0x1p112f, special = (vec)(magnitude | 0x7f800000); /* infinity or NaN */
+    return (vec)((h & 0x8000) << 16 | (words)choose(magnitude >= 0x0f800000, special, finite));
+}
+
+INLINE words to_float16(vec x) {
+    words magnitude = (words)x & 0x7fffffff;
+    vec result = (vec)((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
+    vec subnormal = (vec)((words)((vec)magnitude + 0.5f) - 0x3f000000);
+    result = choose(magnitude < 0x38800000, subnormal, result);
+    result = choose(magnitude >= 0x477ff000, (vec)fill_words(0x7c00), result);
+    result = choose(magnitude > 0x7f800000, (vec)fill_words(0x7e00), result);
+    return (words)result | ((words)x >> 16 & 0x8000);
+}
+
+/* PAIR elements. Those of two bytes go even ones first, then odd ones: no lane has to move. */
+INLINE void load(const int dtype, const char *from, vec pair[2]) {
+    if (dtype == FLOAT32) {
+        memcpy(pair, from, 2 * sizeof(vec));
+    } else {
+        words both;
+        memcpy(&both, from, sizeof both);
+        pair[0] = dtype == BFLOAT16 ? from_bfloat16(both) : from_float16(both & 0xffff);
+        pair[1] = dtype == BFLOAT16 ? (vec)(both & 0xffff0000) : from_float16(both >> 16);
+    }
+}
+
+INLINE void store(const int dtype, char *to, const vec pair[2]) {
+    if (dtype == FLOAT32) {
+        memcpy(to, pair, 2 * sizeof(vec));
+    } else {
+        words even = dtype == BFLOAT16 ? to_bfloat16(pair[0]) : to_float16(pair[0]);
+        words odd = dtype == BFLOAT16 ? to_bfloat16(pair[1]) : to_float16(pair[1]);
+        words both = even | odd << 16;
+        memcpy(to, &both, sizeof both);
+    }
+}
+
+/* Elements d to d + PAIR of a head's `size`; past its end nothing is read or written, and zeros are loaded. */
+INLINE void load_at(const int dtype, const char *from, int d, int size, vec pair[2]) {
+    from += d * width(dtype);
+    if (d + PAIR > size) {
+        char some[4 * PAIR] __attribute__((aligned(64))) = {0};
+        memcpy(some, from, (size - d) * width(dtype));
+        load(dtype, some, pair);
+    } else {
+        load(dtype, from, pair);
+    }
+}
+
+INLINE void store_at(const int dtype, char *to, int d, int size, const vec pair[2]) {
+    char some[4 * PAIR] __attribute__((aligned(64)));
+    to += d * width(dtype);
+    if (d + PAIR > size) {
+        store(dtype, some, pair);
+        memcpy(to, some, (size - d) * width(dtype));
+    } else {
+        store(dtype, to, pair);
+    }
+}
+
+/* Into the second-level cache: the first one's few line buffers are left to the loads. */
+INLINE void prefetch(const int dtype, const char *from, int d) {
+    for (size_t byte = 0; byte < PAIR * width(dtype); byte += 64) __builtin_prefetch(from + d * width(dtype) + byte, 0, 2);
+}
+
+/* The largest of x, in every lane. */
+INLINE vec largest(vec x) {
+    for (int n = LANES; n > 1; n /= 2) {
+        vec even = SHUFFLE(x, x, EVEN), odd = SHUFFLE(x, x, ODD);
+        x = choose(even > odd, even, odd);
+    }
+    return x;
+}
+
+/* The sum of x, in every lane. */
+INLINE vec total(vec x) {
+    for (int n = LANES; n > 1; n /= 2) x = SHUFFLE(x, x, EVEN) + SHUFFLE(x, x, ODD);
+    return x;
+}
+
+/* Lane t of the result is the sum of x[t]. */
+INLINE vec sums(vec x[LANES]) {
+#pragma GCC unroll 4
+    for (int n = LANES / 2; n; n /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < n; i++) x[i] = SHUFFLE(x[2 * i], x[2 * i + 1], EVEN) + SHUFFLE(x[2 * i], x[2 * i + 1], ODD);
+    return x[0];
+}
+
+/* e^x for x <= 0 (as in Cephes' expf), to a few units in the last place; 0 below the normal numbers, NaN for NaN. */
+INLINE vec exponential(vec x) {
+    const vec magic = fill(0x1.8p23f); /* adding it rounds to an integer, which is then in the low bits */
+    vec shifted = x * 1.44269504f + magic, n = shifted - magic;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts, the first exact in few bits */
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vec result = (vec)((ints)p + ((ints)shifted << 23));
+    return choose(x != x, x, choose(x < -87.0f, fill(0), result));
+}
+
+/* ---- attention ---- */
+
+/* The next n tokens for `group` query heads of one key head. `keys` are theirs; each value is `values` bytes further.
+   Meanwhile memory is asked for the keys and values `ahead`: processors don't foresee the steps between tokens. */
+INLINE void tile(const int dtype, const int size, const int group, const Shape *s, void *heads, const char *const *keys,
+                 const char *const *ahead, size_t values, int n) {
+    const int pairs = (size + PAIR - 1) / PAIR;
+    Head *head[GROUP];
+    for (int g = 0; g < group; g++) head[g] = head_at(s, heads, g);
+
+    vec partial[GROUP][LANES], weights[GROUP], decay[GROUP], x[2];
+    for (int t = 0; t < LANES; t++) {
+        vec sum[GROUP] = {0};
+        for (int p = 0; p < pairs; p++) {
+            load_at(dtype, keys[t], p * PAIR, size, x);
+            prefetch(dtype, ahead[t], p * PAIR);
+            for (int i = 0; i < 2; i++)
+                for (int g = 0; g < group; g++) sum[g] += x[i] * head[g]->data[2 * p + i];
+        }
+        for (int g = 0; g < group; g++) partial[g][t] = sum[g];
+    }
+    for (int g = 0; g < group; g++) {
+        vec scores = sums(partial[g]), before = head[g]->max;
+        for (int t = n; t < LANES; t++) scores[t] = -INFINITY;
+        vec top = largest(scores);
+        head[g]->max = top = choose(top > before, top, before);
+        decay[g] = exponential(before - top);
+        weights[g] = exponential(scores - top);
+        head[g]->weight = head[g]->weight * decay[g] + weights[g];
+    }
+    for (int p = 0; p < pairs; p++) {
+        vec sum[GROUP][2];
+        for (int g = 0; g < group; g++)
+            for (int i = 0; i < 2; i++) sum[g][i] = head[g]->data[2 * (pairs + p) + i] * decay[g];
+        for (int t = 0; t < n; t++) {
+            load_at(dtype, keys[t] + values, p * PAIR, size, x);
+            prefetch(dtype, ahead[t] + values, p * PAIR);
+            for (int g = 0; g < group; g++)
+                for (int i = 0; i < 2; i++) sum[g][i] += x[i] * ((float *)&weights[g])[t];
+        }
+        for (int g = 0; g < group; g++)
+            for (int i = 0; i < 2; i++) head[g]->data[2 * (pairs + p) + i] = sum[g][i];
+    }
+}
+
+/* Have the compiler make a tile for each group size, and for the usual head sizes. */
+INLINE void tile_of(const int dtype, const int size, int group, const Shape *s, void *heads, const char *const *keys,
+                    const char *const *ahead, size_t values, int n) {
+    if (group == 1) tile(dtype, size, 1, s, heads, keys, ahead, values, n);
+    if (group == 2) tile(dtype, size, 2, s, heads, keys, ahead, values, n);
+    if (group == 3) tile(dtype, size, 3, s, heads, keys, ahead, values, n);
+    if (group == 4) tile(dtype, size, 4, s, heads, keys, ahead, values, n);
+}
+
+/* Tokens `first` to first + count <= SPAN of a row. */
+INLINE void span(const int dtype, const Shape *s, void *heads, const char *cache, const char *q, const int32_t *blocks,
+                 int first, int count) {
+    const int size = s->head_size, group = s->num_heads / s->num_kv_heads;
+    const size_t vector = size * width(dtype), values = vector * s->num_kv_heads * s->block_size;
+    const size_t token = s->hnd ? vector : vector * s->num_kv_heads, kv_head = s->hnd ? vector * s->block_size : vector;
+
+    for (int h = 0; h < s->num_heads; h++) {
+        Head *head = head_at(s, heads, h);
+        memset(head, 0, head_bytes(s));
+        head->max = fill(LOWEST);
+        for (int d = 0; d < size; d += PAIR) {
+            vec *x = head->data + d / LANES;
+            load_at(dtype, q + h * vector, d, size, x);
+            x[0] *= s->scale, x[1] *= s->scale;
+        }
+    }
+    const char *tokens[SPAN + 2 * LANES], *keys[LANES], *ahead[LANES];
+    int block = first / s->block_size, slot = first % s->block_size;
+    for (int t = 0; t < count; t++) {
+        tokens[t] = cache + (size_t)blocks[block] * 2 * values + slot * token;
+        if (++slot == s->block_size) slot = 0, block++;
+    }
+    for (int t = count; t < count + 2 * LANES; t++) tokens[t] = tokens[count - 1];
+    for (int t = 0; t < count; t += LANES) {
+        const int n = count - t < LANES ? count - t : LANES;
+        for (int h = 0; h < s->num_kv_heads; h++) {
+            for (int i = 0; i < LANES; i++) {
+                keys[i] = tokens[t + i] + h * kv_head;
+                ahead[i] = tokens[t + LANES + i] + h * kv_head;
+            }
+            for (int g = 0; g < group; g += GROUP) {
+                Head *mine = head_at(s, heads, h * group + g);
+                const int together = group - g < GROUP ? group - g : GROUP;
+                if (size == 64) tile_of(dtype, 64, together, s, mine, keys, ahead, values, n);
+                else if (size == 128) tile_of(dtype, 128, together, s, mine, keys, ahead, values, n);
+                else tile_of(dtype, size, together, s, mine, keys, ahead, values, n);
+            }
+        }
+    }
+}
+
+/* A row's result from its spans, in their order. */
+INLINE void merge(const int dtype, const Shape *s, const char *spans, int count, char *out) {
+    const int size = s->head_size, heads = s->num_heads, pairs = padded(s) / PAIR;
+    for (int h = 0; h < heads; h++) {
+        Head *head = head_at(s, spans, h);
+        vec top = fill(LOWEST), weight = fill(0);
+        for (int i = 0; i < count; i++) {
+            vec max = head_at(s, spans, i * heads + h)->max;
+            top = choose(max > top, max, top);
+        }
+        for (int i = 0; i < count; i++) {
+            const Head *part = head_at(s, spans, i * heads + h);
+            vec share = exponential(part->max - top);
+            weight += part->weight * share;
+            for (int v = 2 * pairs; v < 4 * pairs; v++)
+                head->data[v] = (i ? head->data[v] : fill(0)) + part->data[v] * share;
+        }
+        weight = 1 / total(weight);
+        for (int d = 0; d < size; d += PAIR) {
+            vec *x = head->data + 2 * pairs + d / LANES;
+            x[0] *= weight, x[1] *= weight;
+            store_at(dtype, out + (size_t)h * size * width(dtype), d, size, x);
+        }
+    }
+}
+
+INLINE void decode(const int dtype, const Shape *s, const Plan *plan, int threads, const char *cache, const char *q,
+                   size_t q_stride, char *out) {
+    const size_t bytes = s->num_heads * head_bytes(s), out_stride = (size_t)s->num_heads * s->head_size * width(dtype);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int i = 0; i < plan->num_spans; i++) {
+        const int row = plan->span_rows[i], row_start = plan->span_indptr[row];
+        const int spans = plan->span_indptr[row + 1] - row_start, first = (i - row_start) * SPAN;
+        const int left = plan->seq_lens[row] - first, count = left < SPAN ? left : SPAN;
+        const int32_t *blocks = plan->kv_indices + plan->kv_indptr[row];
+        span(dtype, s, plan->work + i * bytes, cache, q + row * q_stride, blocks, first, count);
+        if (__atomic_sub_fetch(&plan->pending[row], 1, __ATOMIC_ACQ_REL) == 0) {
+            plan->pending[row] = spans;
+            merge(dtype, s, plan->work + row_start * bytes, spans, out + row * out_stride);
+        }
+    }
+}
+
+/* ---- what Python calls ---- */
+
+int kvproof_span_tokens(void) { return SPAN; }
+size_t kvproof_span_bytes(const Shape *s) { return s->num_heads * head_bytes(s); }
+
+/* Attention of the plan's rows: `out` [rows, heads, head size] from `q`, whose rows are q_stride bytes apart. */
+void kvproof_decode(const Shape *s, const Plan *plan, int threads, const char *cache, const char *q, size_t q_stride,
+                    char *out) {
+    if (s->dtype == FLOAT32) decode(FLOAT32, s, plan, threads, cache, q, q_stride, out);
+    if (s->dtype == BFLOAT16) decode(BFLOAT16, s, plan, threads, cache, q, q_stride, out);
+    if (s->dtype == FLOAT16) decode(FLOAT16, s, plan, threads, cache, q, q_stride, out);
+}
+
+/* Copies token t's key and value, k_stride and v_stride bytes after those before, to slot_mapping[t]. */
+void kvproof_write(const Shape *s, int tokens, const int32_t *slot_mapping, char *cache, const char *k, size_t k_stride,
+                   const char *v, size_t v_stride) {
+    const size_t vector = s->head_size * width(s->dtype), values = vector * s->num_kv_heads * s->block_size;
+    const size_t run = s->hnd ? vector : vector * s->num_kv_heads; /* bytes of a token that lie together */
+    const int runs = s->hnd ? s->num_kv_heads : 1;
+    for (int t = 0; t < tokens; t++) {
+        const int block = slot_mapping[t] / s->block_size, slot = slot_mapping[t] % s->block_size;
+        for (int i = 0; i < runs; i++) {
+            char *to = cache + (size_t)block * 2 * values + (i * (size_t)s->block_size + slot) * run;
+            memcpy(to, k + t * k_stride + i * run, run);
+            memcpy(to + values, v + t * v_stride + i * run, run);
+        }
+    }
+}
