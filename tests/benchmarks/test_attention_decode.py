@@ -1,16 +1,23 @@
-"""One layer of decode attention (write, then attend) beside attention on contiguous memory, in one run.
+"""One layer of decode attention (write, then attend) beside its peers, all taking turns in one run.
 
-A round goes through all layers, as a model does, so that each layer's cache is as cold as it is in real use. The
-contiguous peer holds the same sequences padded to the longest, with nothing to gather and nothing to write.
+A round goes through all layers, as a model does, so that each layer's cache is as cold as it is in real use. The peers:
+what we do without the compiled kernel (gather); attention on contiguous memory, with the same sequences padded to the
+longest, nothing to gather and nothing to write; a bare sum over the same bytes, which no attention can beat; and vLLM's
+kernel, where KVPROOF_VLLM_PYTHON names an interpreter that has it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import statistics
+import subprocess
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +28,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvproof.attention import BatchPlan, CacheSpec
 from kvproof.attention.torch_paged import TorchAttention
 
+ROUNDS = 10
 LENGTHS = {
-    "32 x 100-200 tokens": [random.Random(0).randint(100, 200) for _ in range(32)],
-    "32 x 1000-1100 tokens": [random.Random(0).randint(1000, 1100) for _ in range(32)],
-    "31 x 100 tokens and 1 x 2000": [100] * 31 + [2000],
+    "32 x 100": [100] * 32,
+    "32 x 1000": [1000] * 32,
+    "32 x 2048": [2048] * 32,
+    "1 x 8192": [8192],
+    "31 x 100 and 1 x 2000": [100] * 31 + [2000],
 }
 
 
@@ -46,13 +56,49 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+@contextmanager
+def vllm(seq_lens: list[int], num_layers: int) -> Iterator[Callable[[], float] | None]:
+    """Seconds of one of vLLM's rounds, in a process of its own, or None where there is no vLLM."""
+    python = os.environ.get("KVPROOF_VLLM_PYTHON")
+    if python is None:
+        yield None
+        return
+    job = {"seq_lens": seq_lens, "num_layers": num_layers, "threads": torch.get_num_threads()}
+    script = Path(__file__).parent / "peers" / "vllm_attention.py"
+    with subprocess.Popen(
+        [python, str(script), json.dumps(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+        print("\nvLLM", answers.readline().strip())  # noqa: T201
+
+        def seconds() -> float:
+            print(file=requests, flush=True)
+            return float(answers.readline())
+
+        yield seconds
+        requests.close()
+
+
+def planned(spec: CacheSpec, plan: BatchPlan, *, kernel: bool) -> TorchAttention:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPROOF_NO_KERNEL", "0" if kernel else "1")
+        backend = TorchAttention(spec)
+    backend.cache.copy_(torch.randn(spec.cache_shape[1:]))
+    backend.plan(plan)
+    return backend
+
+
 @pytest.mark.parametrize(
     ("workload", "num_layers", "layout"),
     [
-        ("32 x 100-200 tokens", 30, "NHD"),
-        ("32 x 100-200 tokens", 30, "HND"),
-        ("32 x 1000-1100 tokens", 5, "NHD"),
-        ("31 x 100 tokens and 1 x 2000", 5, "NHD"),
+        ("32 x 100", 30, "NHD"),
+        ("32 x 100", 30, "HND"),
+        ("32 x 1000", 5, "NHD"),
+        ("32 x 2048", 3, "NHD"),
+        ("1 x 8192", 20, "NHD"),
+        ("31 x 100 and 1 x 2000", 10, "NHD"),
     ],
 )
 @pytest.mark.benchmark(group="decode attention, 9 query and 3 key heads of 64, bfloat16, block 16, all layers")
@@ -70,37 +116,53 @@ def test_decode(benchmark: BenchmarkFixture, workload: str, num_layers: int, lay
         block_size=16,
         layout=layout,
     )
-    backend = TorchAttention(spec)
-    backend.cache.copy_(torch.randn(spec.cache_shape[1:]))
+    plan = BatchPlan.build(tables, seq_lens, [1] * rows, 16)
+    kernel, gather = planned(spec, plan, kernel=True), planned(spec, plan, kernel=False)
     q = torch.randn(rows, 9, 64, dtype=torch.bfloat16)
     k, v = torch.randn(2, rows, 3, 64, dtype=torch.bfloat16)
     contiguous = torch.randn(2, rows, 3, longest, 64, dtype=torch.bfloat16).repeat(num_layers, 1, 1, 1, 1, 1)
     mask = (torch.arange(longest) < torch.tensor(seq_lens)[:, None])[:, None, None]
     mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
+    whole_bytes = kernel.cache.view(num_layers, -1).view(torch.int64)  # the last blocks' free slots too: under 5 %
 
-    def paged() -> Tensor:
+    def paged(backend: TorchAttention) -> Tensor:
         return torch.stack([backend.run(layer, q, k, v) for layer in range(num_layers)])
 
-    def peer() -> Tensor:
+    def padded() -> Tensor:
         attend = scaled_dot_product_attention
         return torch.stack([attend(q[:, :, None], *kv, attn_mask=mask, enable_gqa=True) for kv in contiguous])
 
-    plan = BatchPlan.build(tables, seq_lens, [1] * rows, 16)
-    backend.plan(plan)
-    assert paged().shape == (num_layers, rows, 9, 64)
-    peer()
-    pairs = [(timed(paged), timed(peer)) for _ in range(1 if benchmark.disabled else 10)]
-    benchmark.extra_info |= {
-        "rows": rows,
-        "tokens": sum(seq_lens),
-        "layers": num_layers,
-        "threads": torch.get_num_threads(),
-        "paged_ms_per_layer": statistics.median(ours for ours, _ in pairs) / num_layers * 1e3,
-        "contiguous_ms_per_layer": statistics.median(theirs for _, theirs in pairs) / num_layers * 1e3,
-        "paged_over_contiguous": statistics.median(ours / theirs for ours, theirs in pairs),
-        "plan_ms_per_step": min(timed(lambda: backend.plan(plan)) for _ in range(5)) * 1e3,
+    gather.cache.copy_(kernel.cache)
+    torch.testing.assert_close(paged(kernel), paged(gather), rtol=0, atol=2e-2)
+    contenders: dict[str, Callable[[], float]] = {
+        "kernel": lambda: timed(lambda: paged(kernel)),
+        "gather": lambda: timed(lambda: paged(gather)),
+        "contiguous": lambda: timed(padded),
+        "bare_read": lambda: timed(lambda: [layer.sum() for layer in whole_bytes]),
     }
-    benchmark.pedantic(paged, rounds=10, warmup_rounds=1)
+    with vllm(seq_lens, num_layers) as peer:
+        if peer is not None:
+            contenders["vllm"] = peer
+        rounds = [
+            {name: run() for name, run in contenders.items()} for _ in range(2 if benchmark.disabled else ROUNDS + 1)
+        ]
+    moved = sum(seq_lens) * 2 * 3 * 64 * 2
+    benchmark.extra_info |= {
+        "threads": torch.get_num_threads(),
+        "bytes_per_layer": moved,
+        "plan_ms_per_step": min(timed(lambda: kernel.plan(plan)) for _ in range(5)) * 1e3,
+    }
+    print(f"\n{workload}, {layout}, {torch.get_num_threads()} threads, {moved / 1e6:.1f} MB a layer")  # noqa: T201
+    for name in contenders:
+        seconds = [times[name] / num_layers for times in rounds[1:]]
+        best, median = min(seconds), statistics.median(seconds)
+        over_read = statistics.median(times[name] / times["bare_read"] for times in rounds[1:])
+        benchmark.extra_info |= {f"{name}_ms": median * 1e3, f"{name}_over_bare_read": over_read}
+        print(  # noqa: T201
+            f"{name:>12}: median {median * 1e3:7.3f} ms, best {best * 1e3:7.3f} ms ({moved / best / 1e9:5.1f} GB/s), "
+            f"{over_read:5.2f} x the bare read"
+        )
+    benchmark.pedantic(paged, args=(kernel,), rounds=ROUNDS, warmup_rounds=1)
 
 
 @pytest.mark.parametrize("rows", [32, 256])
