@@ -1,0 +1,334 @@
+"""A campaign: the explorer at every scope, then rounds of random examples for each machine, in several processes.
+
+With a number of examples, a campaign is a function of its plan and the code: every round has a seed of its own, derived
+from the campaign's, so that it does not matter which process runs it. With a time limit, how many rounds there are
+depends on the machine, and each of them is still the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import Any, Literal
+
+import xxhash
+
+from kvproof.allocator import KvproofError
+from kvproof.fuzz.measure import combined
+
+ROUND = 100
+"""Examples in a round."""
+
+MEASURED = 3
+"""Coverage is measured in every third round of a machine: measuring takes more than half of such a round's time."""
+
+SECONDS_PER_ROUND = 2.0
+"""How long a round takes at most when time is limited, as far as the ones before it tell."""
+
+Job = tuple[Literal["explore", "round"], dict[str, Any]]
+
+
+class WorkerCrashed(KvproofError):
+    """A worker process came to an end, or could not run what it was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run: `examples` for each machine, or everything for `seconds`, half of it at most for the explorer.
+
+    packages  whose coverage is measured; none when the package coverage is missing
+    target    foreign code for the machine, "module:Class", and `known`, the checks that it is known to fail
+    fault     planted in our own code
+    """
+
+    machines: tuple[str, ...]
+    scopes: tuple[str, ...] = ()
+    examples: int | None = None
+    seconds: float | None = None
+    seed: int = 0
+    jobs: int = 1
+    steps: int = 30
+    corpus: str | None = None
+    packages: tuple[str, ...] = ()
+    target: str | None = None
+    known: tuple[str, ...] = ()
+    fault: str | None = None
+
+
+@dataclass(slots=True)
+class MachineResult:
+    """The sum of a machine's rounds, up to and with the first that failed.
+
+    `growth` has the distinct states after so many examples, round by round. `slowest` are examples with their seconds.
+    """
+
+    machine: str
+    rounds: int = 0
+    examples: int = 0
+    invalid: int = 0
+    rules: Counter[str] = field(default_factory=Counter)
+    invariants: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    growth: list[tuple[int, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    slowest: list[tuple[float, list[str]]] = field(default_factory=list)
+    error: str | None = None
+    program: list[str] = field(default_factory=list)
+
+    @property
+    def states(self) -> int:
+        return self.growth[-1][1] if self.growth else 0
+
+
+@dataclass(slots=True)
+class Result:
+    """`explored` has the answer of `run_explore` for each scope that was begun, in the plan's order."""
+
+    explored: list[dict[str, Any]]
+    machines: list[MachineResult]
+    coverage: dict[str, Any] | None
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return any(scope["violation"] for scope in self.explored) or any(m.error for m in self.machines)
+
+
+def seed_of(plan: Plan, machine: str, number: int) -> int:
+    """The seed of a machine's round; the corpus is round -1."""
+    return xxhash.xxh3_64_intdigest(f"{plan.seed}/{machine}/{number}".encode())
+
+
+class Campaign:
+    """One run of a plan. `progress` is the state so far, for whoever wants to show it, and told after every answer."""
+
+    def __init__(self, plan: Plan, on_progress: Callable[[Progress], object] = lambda progress: None) -> None:
+        self.plan = plan
+        self.progress = Progress()
+        self._on_progress = on_progress
+        self._lock = Lock()
+        self._answers: dict[tuple[str, int], dict[str, Any]] = {}
+        self._failed: dict[str, int] = {}  # the first round of a machine that failed
+        self._jobs = self._plan_jobs()
+        self._started = monotonic()
+
+    def run(self) -> Result:
+        """Raises `WorkerCrashed`."""
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(self.plan.jobs) as threads:
+            workers = [threads.submit(self._work, Path(folder, f"coverage.{i}")) for i in range(self.plan.jobs)]
+            for worker in workers:
+                worker.result()
+            coverage = combined(Path(folder), self.plan.machines) if self.plan.packages else None
+        return Result(
+            [self._answers["explore", i] for i in range(len(self.plan.scopes)) if ("explore", i) in self._answers],
+            [self._sum(machine) for machine in self.plan.machines],
+            coverage,
+            monotonic() - self._started,
+        )
+
+    # ---- what to do next
+
+    def _plan_jobs(self) -> Iterator[tuple[tuple[str, int], Job]]:
+        plan = self.plan
+        for i, scope in enumerate(plan.scopes):
+            seconds = None if plan.seconds is None else plan.seconds / 2 - self._elapsed
+            if seconds is None or seconds > 0:
+                yield ("explore", i), ("explore", {"scope": scope, "fault": plan.fault, "seconds": seconds})
+        if plan.corpus is not None:
+            for machine in plan.machines:
+                yield (machine, -1), self._round(machine, -1, ROUND)
+        yield from self._counted_rounds() if plan.seconds is None else self._timed_rounds(plan.seconds)
+
+    def _counted_rounds(self) -> Iterator[tuple[tuple[str, int], Job]]:
+        for machine in self.plan.machines:
+            left, number = self.plan.examples or 0, 0
+            while left > 0 and machine not in self._failed:
+                yield (machine, number), self._round(machine, number, min(ROUND, left))
+                left, number = left - ROUND, number + 1
+
+    def _timed_rounds(self, seconds: float) -> Iterator[tuple[tuple[str, int], Job]]:
+        """The machine that has had the least time is next."""
+        issued = Counter[str]()
+        while left := max(0.0, seconds - self._elapsed):
+            spent = {machine: self._spent(machine) for machine in self.plan.machines if machine not in self._failed}
+            if not spent:
+                return
+            machine = min(spent, key=lambda name: (spent[name][0], issued[name]))
+            took, examples = spent[machine]
+            rate = examples / took if took else ROUND / 4 / SECONDS_PER_ROUND
+            n = max(10, min(5 * ROUND, round(rate * min(SECONDS_PER_ROUND, left))))
+            yield (machine, issued[machine]), self._round(machine, issued[machine], n)
+            issued[machine] += 1
+
+    def _round(self, machine: str, number: int, examples: int) -> Job:
+        plan = self.plan
+        return "round", {
+            "machine": machine,
+            "seed": seed_of(plan, machine, number),
+            "examples": examples,
+            "steps": plan.steps,
+            "replay": number < 0,
+            "corpus": plan.corpus,
+            "target": plan.target,
+            "known": plan.known,
+            "fault": plan.fault,
+        }
+
+    @property
+    def _elapsed(self) -> float:
+        return monotonic() - self._started
+
+    def _spent(self, machine: str) -> tuple[float, int]:
+        rounds = [answer for (name, _), answer in self._answers.items() if name == machine]
+        return sum(answer["seconds"] for answer in rounds), sum(answer["examples"] for answer in rounds)
+
+    # ---- workers
+
+    def _work(self, data: Path) -> None:
+        with Worker(self.plan, data) as worker:
+            while (following := self._next()) is not None:
+                (name, number), job = following
+                self._record(
+                    (name, number),
+                    worker.ask(job, measured=name != "explore" and number % MEASURED == 0, on_progress=self._tell),
+                )
+
+    def _next(self) -> tuple[tuple[str, int], Job] | None:
+        with self._lock:
+            return next(self._jobs, None)
+
+    def _record(self, place: tuple[str, int], answer: dict[str, Any]) -> None:
+        with self._lock:
+            self._answers[place] = answer
+            machine, number = place
+            if answer.get("error"):
+                self._failed[machine] = min(number, self._failed.get(machine, number))
+            if machine == "explore":
+                self.progress.explored[answer["scope"]] = answer["states"]
+            else:
+                self.progress.add_round(machine, answer)
+        self._tell({})
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        if "scope" in told:
+            self.progress.explored[told["scope"]] = told["states"]
+        if "branches" in told:
+            self.progress.branches = max(told["branches"], self.progress.branches or 0.0)
+        self.progress.seconds = self._elapsed
+        self._on_progress(self.progress)
+
+    # ---- the end
+
+    def _sum(self, machine: str) -> MachineResult:
+        last = self._failed.get(machine)
+        total, states = MachineResult(machine), set[int]()
+        for (name, number), answer in sorted(self._answers.items()):
+            if name != machine or (last is not None and number > last):
+                continue
+            total.rounds += 1
+            total.examples += answer["examples"]
+            total.invalid += answer["invalid"]
+            total.seconds += answer["seconds"]
+            for counter in ("rules", "invariants", "events"):
+                getattr(total, counter).update(answer[counter])
+            states.update(answer["states"])
+            total.growth.append((total.examples, len(states)))
+            total.slowest = sorted([*total.slowest, *map(tuple, answer["slowest"])], key=lambda slow: -slow[0])[:5]
+            total.error, total.program = answer["error"], answer["program"]
+        return total
+
+
+@dataclass(slots=True)
+class Progress:
+    """What can be told while a campaign runs. `searching` are the seconds that rounds took, `branches` a share."""
+
+    seconds: float = 0.0
+    searching: float = 0.0
+    branches: float | None = None
+    examples: int = 0
+    rules: int = 0
+    explored: dict[str, int] = field(default_factory=dict)
+    states: dict[str, set[int]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+
+    def add_round(self, machine: str, answer: dict[str, Any]) -> None:
+        self.examples += answer["examples"]
+        self.searching += answer["seconds"]
+        self.rules += sum(answer["rules"].values())
+        self.states.setdefault(machine, set()).update(answer["states"])
+        if answer["error"]:
+            self.failed.add(machine)
+
+
+class Worker:
+    """A process that runs `kvproof.fuzz.worker`."""
+
+    def __init__(self, plan: Plan, data: Path) -> None:
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed in close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvproof.fuzz.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            # The order of a set of strings must not change from run to run.
+            env={**os.environ, "PYTHONHASHSEED": str(plan.seed % 2**32), "OMP_NUM_THREADS": "1"},
+        )
+        self._send({"packages": plan.packages, "machines": plan.machines, "data": str(data)})
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the process come to its end, and write what it has measured."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._errors.close()
+
+    def ask(
+        self,
+        job: Job,
+        *,
+        measured: bool = False,
+        on_progress: Callable[[dict[str, Any]], object] = lambda told: None,
+    ) -> dict[str, Any]:
+        """The answer to a job; `on_progress` hears what is told before. Raises `WorkerCrashed`."""
+        name, arguments = job
+        self._send([name, arguments, measured])
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer: dict[str, Any] = json.loads(line)
+            if "done" in answer:
+                done: dict[str, Any] = answer["done"]
+                return done
+            if "refused" in answer:
+                raise KvproofError(answer["refused"])
+            if "crash" in answer:
+                raise WorkerCrashed(
+                    f"{arguments.get('machine') or arguments.get('scope')}: {_last_line(answer['crash'])}"
+                )
+            on_progress(answer["progress"])
+        self._errors.seek(0)
+        raise WorkerCrashed(f"the worker ended: {_last_line(self._errors.read())}")
+
+    def _send(self, message: object) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(message), file=self._process.stdin, flush=True)
+
+
+def _last_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()[::-1]), "it said nothing")
