@@ -22,7 +22,7 @@ class Capabilities:
     """What a backend supports. None is anything that a `CacheSpec` may hold.
 
     `devices` are torch device types. `features` are optional abilities; a spec can ask for:
-    "custom_scale", a softmax scale other than 1/sqrt(head_size).
+    "custom_scale", a softmax scale other than 1/sqrt(head_size); "window"; "soft_cap".
     """
 
     devices: frozenset[str]
@@ -48,6 +48,9 @@ class Capabilities:
                 raise UnsupportedSpec(backend, feature, value, ", ".join(map(str, sorted(supported))))
         if spec.scale is not None and "custom_scale" not in self.features:
             raise UnsupportedSpec(backend, "scale", spec.scale, "only the default, 1/sqrt(head_size)")
+        for feature, value in (("window", spec.window), ("soft_cap", spec.soft_cap)):
+            if value is not None and feature not in self.features:
+                raise UnsupportedSpec(backend, feature, value, "only attention without it")
 
 
 class AttentionBackend(ABC):
