@@ -85,9 +85,13 @@ def unused_slots_are_not_read(backend: Backend, batch: Batch, data: st.DataObjec
 
 
 def steps_follow_each_other(backend: Backend, batch: Batch, data: st.DataObject) -> None:
-    """A prompt may be computed in chunks, beside whatever else a step holds: every plan replaces the last."""
+    """A prompt may be computed in chunks, beside whatever else a step holds: every plan replaces the last.
+
+    Results are looked at when all steps are done, so that preparing one must leave the one before alone.
+    """
     it = primed(backend, batch.spec, batch.rows)
     done = [0] * len(batch.rows)
+    steps = []
     while todo := [i for i, row in enumerate(batch.rows) if done[i] < row.query_len]:
         chosen = data.draw(st.lists(st.sampled_from(todo), min_size=1, unique=True), label="rows in this step")
         parts = []
@@ -96,7 +100,9 @@ def steps_follow_each_other(backend: Backend, batch: Batch, data: st.DataObject)
             n = data.draw(st.sampled_from((left, 1, min(2, left))), label=f"tokens of row {i}")
             parts.append(batch.rows[i].part(done[i], done[i] + n))
             done[i] += n
-        assert_right(batch.spec, parts, step(it, parts))
+        steps.append((parts, step(it, parts)))
+    for parts, out in steps:
+        assert_right(batch.spec, parts, out)
 
 
 def a_run_can_be_repeated(backend: Backend, batch: Batch, data: st.DataObject) -> None:
@@ -319,7 +325,8 @@ def undeclared_is_refused(backend: Backend, device: str) -> None:
         _refuses(backend, _spec(other, **first), "device")
     for feature in FEATURES.keys() - declared.features:
         field, value = FEATURES[feature]
-        _refuses(backend, _spec(device, **(first | {field: value})), field, feature)
+        wanted: dict[str, Any] = {field: value}
+        _refuses(backend, _spec(device, **(first | wanted)), field, feature)
 
 
 def _refuses(backend: Backend, spec: CacheSpec, *names: str) -> None:

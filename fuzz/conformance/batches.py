@@ -90,7 +90,7 @@ class Batch:
 
     def with_blocks(self, num_blocks: int) -> CacheSpec:
         """The spec of a cache of another size."""
-        return CacheSpec(**(self.spec.model_dump() | {"num_blocks": num_blocks}))
+        return self.spec.model_copy(update={"num_blocks": num_blocks})
 
 
 @st.composite

@@ -330,6 +330,15 @@ def _no_page_of_one(plan_step: Method) -> Method:
     return plan
 
 
+def _doubled_in_place(attend: Method) -> Method:
+    def attend_wrongly(self: AttentionBackend, layer: int, q: Tensor) -> Tensor:
+        out: Tensor = attend(self, layer, q)
+        q *= 2
+        return out
+
+    return attend_wrongly
+
+
 def _in_bfloat16(_: AttentionBackend, q: Tensor) -> Tensor:
     return q.bfloat16().to(q.dtype)
 
@@ -396,6 +405,13 @@ KERNEL_FAULTS = (
     _fault("a refused plan stays", "plan", _refused_plan_stays, checks.refusals_change_nothing, "not atomic"),
     _fault(
         "the plan is scratch space", "plan", _plan_is_scratch, checks.plan_and_inputs_are_left_alone, "used by others"
+    ),
+    _fault(
+        "queries are scaled in place",
+        "_attend",
+        _doubled_in_place,
+        checks.plan_and_inputs_are_left_alone,
+        "the model still needs them",
     ),
     _fault("the old plan stays", "plan", _old_plan_stays, checks.steps_follow_each_other, "vllm: a stale graph"),
     _fault(

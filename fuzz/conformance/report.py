@@ -35,7 +35,8 @@ class Effort:
             database=None,
             deadline=None,
             report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
+            # Whoever asks for many examples of large batches, or on a slow device, shall have them.
+            suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example),
         )
 
 

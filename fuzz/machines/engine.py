@@ -23,7 +23,7 @@ from kvproof.backend.request import FinishReason, Request, RequestRefused
 from kvproof.backend.runner import Step
 from kvproof.backend.sampling import SamplingParams
 from kvproof.backend.scheduler import Scheduler
-from kvproof.fuzz.conformance.faults import METADATA_FAULTS, MethodFault
+from kvproof.fuzz.conformance.faults import METADATA_FAULTS
 from kvproof.fuzz.planted import Fault
 from kvproof.fuzz.toy import ToyRunner
 
@@ -193,8 +193,10 @@ REFUSED_PLANS = (
 )
 """An engine that builds a wrong plan: `BatchPlan.validate` refuses each before it can do harm."""
 
-ENGINE_FAULTS: tuple[Fault | MethodFault, ...] = (
-    *(fault for fault in METADATA_FAULTS if fault.backend.name == EngineMachine.attention),
+MISREAD_PLANS = tuple(fault for fault in METADATA_FAULTS if fault.backend.name == EngineMachine.attention)
+"""The same behind `validate`: a backend that reads a valid plan wrongly, as nothing but the tokens can tell."""
+
+ENGINE_FAULTS = (
     _begin(
         "first block one on",
         PLAN,
@@ -230,4 +232,4 @@ ENGINE_FAULTS: tuple[Fault | MethodFault, ...] = (
         "an aborted or preempted request keeps what it held",
     ),
 )
-"""Faults that change tokens or leak blocks; those of the metadata are a backend's that misreads a valid plan."""
+"""Faults of the engine's own that change tokens or leak blocks."""

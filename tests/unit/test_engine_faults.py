@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvproof.attention import InvalidBatch
 from kvproof.fuzz.conformance.faults import MethodFault
-from kvproof.fuzz.machines.engine import ENGINE_FAULTS, REFUSED_PLANS, EngineMachine
+from kvproof.fuzz.machines.engine import ENGINE_FAULTS, MISREAD_PLANS, REFUSED_PLANS, EngineMachine
 from kvproof.fuzz.planted import Fault
 
 
@@ -40,7 +40,7 @@ def run(examples: int) -> None:
 
 
 @pytest.mark.usefixtures("capsys")  # it tells every failure's steps
-@pytest.mark.parametrize("fault", ENGINE_FAULTS, ids=str)
+@pytest.mark.parametrize("fault", [*MISREAD_PLANS, *ENGINE_FAULTS], ids=str)
 def test_a_fault_is_noticed(fault: Fault | MethodFault) -> None:
     with fault.planted(), pytest.raises(Exception) as noticed:
         run(200)
