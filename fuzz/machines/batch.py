@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 
+from kvproof.allocator import NULL_BLOCK
 from kvproof.attention import BatchPlan, CacheSpec, InvalidBatch
 from kvproof.attention.plan import ARRAYS
 
@@ -207,6 +208,22 @@ def _block_shared(it: Breakable) -> BatchPlan:
     return it.with_row(other, replace(it.rows[other], table=tuple(table)))
 
 
+def _padding(it: Breakable) -> BatchPlan:
+    """Padding beside rows that are no decodes; a row of the batch in the null block; padding in another block, or with
+    more than one token."""
+    decodes = [replace(row, table=tuple(block or 1 for block in row.table)) for row in it.rows if row.query == 1]
+    in_null_block = replace(decodes[0], table=(*decodes[0].table[:-1], NULL_BLOCK))
+    more = it.random.randint(1, 3)
+    return it.random.choice(
+        (
+            replace(it.plan, num_padding=more),
+            counted([in_null_block, *decodes[1:]], it.block_size).pad(len(decodes) + more),
+            replace(counted([*decodes, Row((more,), 0, 1)], it.block_size), num_padding=1),
+            replace(counted([*decodes, Row((NULL_BLOCK,) * 2, it.block_size, 1)], it.block_size), num_padding=1),
+        )
+    )
+
+
 VIOLATIONS: dict[str, Callable[[Breakable], BatchPlan]] = {
     "dtype": _dtype,
     "device": _device,
@@ -224,6 +241,7 @@ VIOLATIONS: dict[str, Callable[[Breakable], BatchPlan]] = {
     "slot-mapping": _slot_mapping,
     "block-repeated": _block_repeated,
     "block-shared": _block_shared,
+    "padding": _padding,
 }
 """By the name of the rule that each breaks."""
 
@@ -279,6 +297,8 @@ class BatchMachine(RuleBasedStateMachine):
             for name in ARRAYS:
                 assert torch.equal(getattr(plan, name), getattr(right, name)), f"{name} is {getattr(plan, name)}"
             assert plan.num_decodes == right.num_decodes
+            if plan.num_decodes == plan.num_rows and NULL_BLOCK not in plan.kv_indices:
+                plan.pad(plan.num_rows + padding).validate(self.spec)
 
     @rule(name=st.sampled_from(tuple(VIOLATIONS)))
     def violate(self, name: str) -> None:

@@ -255,4 +255,63 @@ def test_blocks_have_one_owner_while_they_are_written(rows: Any, rule: str, word
 
 
 def test_every_array_is_checked() -> None:
-    assert {field.name for field in fields(BatchPlan)} - {"num_decodes"} == set(ARRAYS)
+    assert {field.name for field in fields(BatchPlan)} - {"num_decodes", "num_padding"} == set(ARRAYS)
+
+
+DECODES = [([5, 1], 7, 1), ([5, 2, 8], 9, 1)]
+
+
+def test_padding_rows_are_decodes_of_one_token_in_the_null_block() -> None:
+    plan = build(DECODES).pad(4)
+    expected = {
+        "qo_indptr": [0, 1, 2, 3, 4],
+        "kv_indptr": [0, 2, 5, 6, 7],
+        "kv_indices": [5, 1, 5, 2, 8, 0, 0],
+        "kv_last_page_len": [3, 1, 1, 1],
+        "slot_mapping": [1 * 4 + 2, 8 * 4 + 0, 0, 0],
+        "positions": [6, 8, 0, 0],
+        "seq_lens": [7, 9, 1, 1],
+    }
+    assert {name: getattr(plan, name).tolist() for name in ARRAYS} == expected
+    assert (plan.num_decodes, plan.num_rows, plan.num_tokens, plan.num_padding) == (4, 4, 4, 2)
+    plan.validate(cache())
+    build(DECODES).pad(2).validate(cache())
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_rows", "words"),
+    [
+        (build(DECODES), 1, "2 rows, 2 of them decodes and 0 padding, can't be padded to 1"),
+        (build(DECODES).pad(3), 4, "3 rows, 3 of them decodes and 1 padding"),
+        (build(ROWS), 8, "4 rows, 2 of them decodes"),
+        (build([*DECODES, ([], 0, 0)]), 4, "3 rows, 2 of them decodes"),
+    ],
+)
+def test_only_a_batch_of_decodes_is_padded_and_once(plan: BatchPlan, num_rows: int, words: str) -> None:
+    with pytest.raises(InvalidBatch, match=f"^padding: {words}"):
+        plan.pad(num_rows)
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "rule", "words"),
+    [
+        (build([([0, 1], 7, 1)]).pad(2), put(), "padding", "row 0 is not padding and names block 0, which padding"),
+        (build([([3], 1, 1), ([0], 1, 1)]).pad(3), put(), "padding", "row 1 is not padding and names block 0"),
+        (build([([3], 1, 1), ([4], 1, 1)]), put(num_padding=1), "padding", "row 1 is padding and names block 4, not 0"),
+        (build([([3], 1, 1), ([0], 3, 1)]), put(num_padding=1), "padding", "row 1 is padding and has seq_len 3; it"),
+        (build(DECODES), put(num_padding=3), "padding", "num_padding is 3; there are 2 rows, 2 of them decodes"),
+        (build(DECODES), put(num_padding=-1), "padding", "num_padding is -1"),
+        (build(ROWS), put(num_padding=1), "padding", "num_padding is 1; there are 4 rows, 2 of them decodes"),
+        # What counts as no padding is held to the rules of every row.
+        (build(DECODES).pad(4), put(num_padding=0), "block-shared", "row 2 writes block 0, which row 3 names too"),
+        (build(DECODES).pad(4), put(num_padding=1), "padding", "row 2 is not padding and names block 0"),
+        (build([([3], 1, 1), ([3], 2, 1)]).pad(4), put(), "block-shared", "row 0 writes block 3, which row 1 names"),
+        (build(DECODES).pad(4), edit("slot_mapping", 3, 1), "slot-mapping", "row 3, token 3 has slot 1"),
+        (build(DECODES).pad(4), edit("kv_indices", 6, 7), "slot-mapping", "row 3"),
+    ],
+)
+def test_padding_touches_the_null_block_alone_and_it_alone_does(
+    plan: BatchPlan, change: Any, rule: str, words: str
+) -> None:
+    with pytest.raises(InvalidBatch, match=f"^{rule}: .*{words}"):
+        replace(plan, **change(plan)).validate(cache())
