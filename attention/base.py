@@ -22,7 +22,7 @@ class Capabilities:
     """What a backend supports. None is anything that a `CacheSpec` may hold.
 
     `devices` are torch device types. `features` are optional abilities; a spec can ask for:
-    "custom_scale", a softmax scale other than 1/sqrt(head_size); "window"; "soft_cap".
+    "custom_scale", a softmax scale other than 1/sqrt(head_size); "window"; "soft_cap"; "fp8_cache", a `cache_dtype`.
     """
 
     devices: frozenset[str]
@@ -51,6 +51,8 @@ class Capabilities:
         for feature, value in (("window", spec.window), ("soft_cap", spec.soft_cap)):
             if value is not None and feature not in self.features:
                 raise UnsupportedSpec(backend, feature, value, "only attention without it")
+        if spec.cache_dtype is not None and "fp8_cache" not in self.features:
+            raise UnsupportedSpec(backend, "cache_dtype", spec.cache_dtype, "only caches of the model's dtype")
 
 
 class AttentionBackend(ABC):
@@ -76,6 +78,10 @@ class AttentionBackend(ABC):
     priority: ClassVar[int] = 0
     """`auto` takes the available backend of the highest priority; a negative one is only used when named."""
 
+    graph_sizes: ClassVar[tuple[int, ...]] = ()
+    """Numbers of rows, ascending, for which a step of decodes reads all metadata from memory that stays where it is,
+    so that it can be captured in a CUDA graph. Steps of other sizes are padded to them, see `graph_rows`."""
+
     def __init__(self, spec: CacheSpec) -> None:
         """Raises `BackendUnavailable` on a machine it can't run on, `UnsupportedSpec` on a cache it lacks."""
         self.probe()
@@ -83,7 +89,7 @@ class AttentionBackend(ABC):
         self.spec = spec
         self.cache = self.create_cache(spec)
         self._batch: BatchPlan | None = None
-        self._slots: tuple[Tensor, Tensor]
+        self._tokens = torch.empty((3, 0), dtype=torch.int64)
 
     @classmethod
     @abstractmethod
@@ -104,7 +110,7 @@ class AttentionBackend(ABC):
         if torch.device(spec.device).type == "cpu" and size > memory:
             raise InvalidSpec(f"{spec.num_blocks} blocks of {spec.block_bytes} bytes need {size}, there are {memory}")
         try:
-            return torch.zeros(spec.cache_shape, dtype=spec.torch_dtype, device=spec.device)
+            return torch.zeros(spec.cache_shape, dtype=spec.torch_cache_dtype, device=spec.device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise InvalidSpec(f"{spec.device} has no room for {size} bytes of KV cache: {reason}") from error
@@ -112,7 +118,7 @@ class AttentionBackend(ABC):
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of `layer`, [num_blocks, block_size, num_kv_heads, head_size] in either layout.
 
-        They are views of the cache: writing to them writes to it.
+        They are views of the cache: writing to them writes to it. With a `cache_dtype`, they are what is stored.
         """
         cache = self.cache[layer]
         if self.spec.layout == "HND":
@@ -130,14 +136,22 @@ class AttentionBackend(ABC):
         """Prepare the step that every following `run` belongs to. Raises `InvalidBatch`; the old plan stands."""
         batch.validate(self.spec)
         self._plan(batch)
-        slots = batch.slot_mapping.to(self.spec.device, torch.int64)
-        self._slots = slots // self.spec.block_size, slots % self.spec.block_size
+        self._tokens = self._place_tokens(batch)
         self._batch = batch
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T] on the cache's device: the planned step's `BatchPlan.positions`. Valid until the next plan."""
+        return self._tokens[2]
+
+    def graph_rows(self, batch: BatchPlan) -> int | None:
+        """Which of `graph_sizes` a step of `batch` should be padded to; None is as it is, and not from a graph."""
+        return None
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the step's keys and values into `layer`, then attend causally to each row's own tokens.
 
-        q [T, num_heads, head_size], k and v [T, num_kv_heads, head_size], of the cache's dtype and device,
+        q [T, num_heads, head_size], k and v [T, num_kv_heads, head_size], of the spec's dtype and device,
         rotary embedding applied; returns [T, num_heads, head_size]. Raises `InvalidArgument` on anything
         else, and `NotPlanned` before the first `plan`; the cache is then unchanged.
         """
@@ -168,24 +182,52 @@ class AttentionBackend(ABC):
         if len(set(destinations)) < len(destinations):
             raise InvalidArgument(f"copy orders write a block twice: destinations {list(destinations)}")
         index = torch.tensor((sources, destinations), device=self.cache.device)
-        self.cache.index_copy_(1, index[1], self.cache.index_select(1, index[0]))
+        cache = _movable(self.cache)
+        cache.index_copy_(1, index[1], cache.index_select(1, index[0]))
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, int, int]) -> None:
         if tensor.shape != shape:
             raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; this step needs {list(shape)}")
-        if tensor.dtype is not self.cache.dtype:
-            raise InvalidArgument(f"{name} is {tensor.dtype}; the cache is {self.cache.dtype}")
+        if tensor.dtype is not self.spec.torch_dtype:
+            raise InvalidArgument(f"{name} is {tensor.dtype}; the cache is {self.spec.torch_dtype}")
         if tensor.device != self.cache.device:
             raise InvalidArgument(f"{name} is on {tensor.device}; the cache is on {self.cache.device}")
 
     def _plan(self, batch: BatchPlan) -> None:  # noqa: B027
         """Prepare a validated batch; it becomes `self.batch` on return. Raise before changing anything."""
 
+    def _place_tokens(self, batch: BatchPlan) -> Tensor:
+        """`token_index` of the batch on the cache's device. Called after `_plan`."""
+        return token_index(batch, self.spec.block_size).to(self.spec.device)
+
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._write_at(self._tokens, layer, k, v)
+
+    def _write_at(self, tokens: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
         keys, values = self.kv(layer)
-        keys.index_put_(self._slots, k)
-        values.index_put_(self._slots, v)
+        slots = tokens[0], tokens[1]
+        _movable(keys).index_put_(slots, _movable(self._stored(k, self.spec.k_scale)))
+        _movable(values).index_put_(slots, _movable(self._stored(v, self.spec.v_scale)))
+
+    def _stored(self, x: Tensor, scale: float) -> Tensor:
+        """Keys or values as the cache holds them. What is too large becomes the largest number there is."""
+        if self.spec.cache_dtype is None:
+            return x
+        dtype = self.spec.torch_cache_dtype
+        largest = torch.finfo(dtype).max
+        return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
     @abstractmethod
     def _attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of q [T, num_heads, head_size] over the cache that `self.batch` describes; same shape."""
+
+
+def token_index(batch: BatchPlan, block_size: int) -> Tensor:
+    """int64 [3, T] on the CPU: each token's block, its offset in the block, and its position."""
+    slots = batch.slot_mapping.long()
+    return torch.stack((slots // block_size, slots % block_size, batch.positions.long()))
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """8-bit floats as bytes, since PyTorch can't index them on every device."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from kvproof.attention.errors import BackendUnavailable
 
@@ -39,6 +40,9 @@ class Kernels:
 
     prefill: Callable[..., Any]  # BatchPrefillWithPagedKVCacheWrapper
     decode: Callable[..., Any]  # BatchDecodeWithPagedKVCacheWrapper
+    persistent: Callable[..., Any]  # BatchAttention
+    merge: Callable[..., Any]  # merge_state_in_place
+    copy: Callable[[Tensor, Tensor], object]  # into the first tensor from the second, without waiting
     event: Callable[[], Event]
     pin_memory: bool
 
@@ -71,6 +75,9 @@ def load(device: str) -> Kernels:
         return Kernels(
             prefill=package.BatchPrefillWithPagedKVCacheWrapper,
             decode=package.BatchDecodeWithPagedKVCacheWrapper,
+            persistent=package.BatchAttention,
+            merge=package.merge_state_in_place,
+            copy=lambda to, source: to.copy_(source, non_blocking=True),
             event=lambda: DeviceEvent(device),
             pin_memory=True,
         )

@@ -19,14 +19,14 @@ class ReferenceAttention(AttentionBackend):
 
     @classmethod
     def capabilities(cls) -> Capabilities:
-        return Capabilities(devices=frozenset({"cpu", "cuda"}), features=frozenset({"custom_scale"}))
+        return Capabilities(devices=frozenset({"cpu", "cuda"}), features=frozenset({"custom_scale", "fp8_cache"}))
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         for token, slot in enumerate(self.batch.slot_mapping.tolist()):
             block, offset = divmod(slot, self.spec.block_size)
             where = (offset, slice(None)) if self.spec.layout == "NHD" else (slice(None), offset)
-            self.cache[layer, block, 0][where] = k[token]
-            self.cache[layer, block, 1][where] = v[token]
+            self.cache[layer, block, 0][where] = self._stored(k[token], self.spec.k_scale)
+            self.cache[layer, block, 1][where] = self._stored(v[token], self.spec.v_scale)
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
         batch, out = self.batch, torch.empty_like(q)
@@ -50,4 +50,5 @@ class ReferenceAttention(AttentionBackend):
         for block in table:
             content = self.cache[layer, block].double()
             kv.append(content if self.spec.layout == "NHD" else content.transpose(1, 2))
-        return torch.cat(kv, dim=1)[:, :seq_len]
+        scales = torch.tensor((self.spec.k_scale, self.spec.v_scale), dtype=torch.float64, device=self.cache.device)
+        return torch.cat(kv, dim=1)[:, :seq_len] * scales[:, None, None, None]

@@ -12,6 +12,7 @@ from kvproof.attention.errors import InvalidSpec
 from kvproof.attention.validated import Validated
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
+CacheDType = Literal["float8_e4m3fn"]
 Layout = Literal["NHD", "HND"]
 
 MAX_HEAD_SIZE = 512
@@ -33,7 +34,10 @@ class CacheSpec(Validated):
     num_heads: int = Field(ge=1, description="query heads")
     num_kv_heads: int = Field(ge=1, description="key and value heads; each serves `group_size` query heads")
     head_size: int = Field(ge=1, le=MAX_HEAD_SIZE)
-    dtype: DType
+    dtype: DType = Field(description="of queries, keys, values and outputs; and of the cache, unless it says otherwise")
+    cache_dtype: CacheDType | None = Field(default=None, description="of the stored keys and values; None is dtype")
+    k_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="stored keys times this are the keys")
+    v_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="and the same of the values")
     device: str = "cpu"
     num_blocks: int = Field(ge=1)
     block_size: int = Field(ge=1, description="token slots of one block")
@@ -61,6 +65,10 @@ class CacheSpec(Validated):
     def _bounds(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.cache_dtype is None and (scales := (self.k_scale, self.v_scale)) != (1.0, 1.0):
+            raise ValueError(
+                f"k_scale, v_scale={scales} need a cache_dtype; a cache of dtype={self.dtype} is not scaled"
+            )
         if (slots := self.num_blocks * self.block_size) >= INT32_LIMIT:
             raise ValueError(
                 f"num_blocks={self.num_blocks} of block_size={self.block_size} make {slots} token slots; "
@@ -76,6 +84,12 @@ class CacheSpec(Validated):
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def torch_cache_dtype(self) -> torch.dtype:
+        """What the cache is stored in."""
+        dtype: torch.dtype = getattr(torch, self.cache_dtype or self.dtype)
         return dtype
 
     @property
@@ -101,4 +115,4 @@ class CacheSpec(Validated):
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of all layers."""
         elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_size
-        return elements * self.torch_dtype.itemsize
+        return elements * self.torch_cache_dtype.itemsize

@@ -10,6 +10,7 @@ import torch
 
 from kvproof.allocator import BlockManager, Sequence
 from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec
+from kvproof.backend.graphs import FixedStep
 from kvproof.backend.runner import Step
 from kvproof.backend.selection import AUTO, select
 
@@ -36,12 +37,17 @@ class EngineBackend:
     ) -> None:
         self.spec = spec
         self.attention = select(attention, spec)(spec) if isinstance(attention, str) else attention
-        self.manager = BlockManager(spec.num_blocks, spec.block_size, prefix_caching=prefix_caching)
+        sizes = self.attention.graph_sizes
+        self.manager = BlockManager(
+            spec.num_blocks, spec.block_size, prefix_caching=prefix_caching, reserve_null_block=bool(sizes)
+        )
+        self._fixed_token_ids = torch.zeros(max(sizes, default=0), dtype=torch.int64, device=spec.device)
 
     def begin(self, chunks: Seq[Chunk]) -> Step:
         """Plan attention for the next tokens of each chunk's sequence; decodes must come first.
 
         The step's `logits_rows` are the last tokens of the chunks that reach the end of what is known, in order.
+        Where the attention backend has CUDA graphs, decodes are padded to one of its sizes, in a `FixedStep`.
         """
         plan = BatchPlan.build(
             [chunk.seq.block_table for chunk in chunks],
@@ -49,16 +55,24 @@ class EngineBackend:
             [chunk.n for chunk in chunks],
             self.spec.block_size,
         )
+        padded_to = self.attention.graph_rows(plan)
+        if padded_to is not None:
+            plan = plan.pad(padded_to)
         self.attention.plan(plan)
         self.attention.copy_blocks(self.manager.take_copies())  # before anything of this step is written
         tokens = np.concatenate(
             [np.asarray(seq.tokens(seq.num_computed, seq.num_computed + n), dtype=np.int64) for seq, n in chunks]
         )
-        rows = [int(end) - 1 for end, chunk in zip(plan.qo_indptr[1:], chunks, strict=True) if reaches_end(chunk)]
+        rows = [int(end) - 1 for end, chunk in zip(plan.qo_indptr[1:], chunks, strict=False) if reaches_end(chunk)]
         device = self.spec.device
-        return Step(
-            token_ids=torch.from_numpy(tokens).to(device),
-            positions=plan.positions.to(device, torch.int64),
+        if padded_to is None:
+            kind, token_ids = Step, torch.from_numpy(tokens).to(device)
+        else:
+            kind, token_ids = FixedStep, self._fixed_token_ids[:padded_to]  # padding has any token
+            token_ids[: tokens.size].copy_(torch.from_numpy(tokens))
+        return kind(
+            token_ids=token_ids,
+            positions=self.attention.positions,
             logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             attention=self.attention.run,
         )

@@ -40,7 +40,7 @@ class Rows:
     def clone(self) -> Rows:
         return Rows(**{name: array.clone() for name, array in self.arrays().items()})
 
-    def check(self, page_size: int) -> None:
+    def check(self, page_size: int, *, causal: bool) -> None:
         """Raise `ContractViolation` unless the arrays describe rows that can be attended to.
 
         Of these rules the real package checks that indptr does not decrease, in one of its planners.
@@ -60,7 +60,9 @@ class Rows:
             pages, queries = kv[row + 1] - kv[row], qo[row + 1] - qo[row]
             allowed = range(1, page_size + 1) if pages else range(1)
             require(used in allowed, "last-page-len", f"row {row} has {pages} pages and last_page_len {used}")
-            require(queries <= max(pages - 1, 0) * page_size + used, "query-len", f"row {row} has {queries} queries")
+            length = max(pages - 1, 0) * page_size + used
+            fits = queries <= length if causal or not pages else True
+            require(fits, "query-len", f"row {row} has {queries} queries")
 
 
 def attend(
@@ -75,12 +77,11 @@ def attend(
     window_left: int,
     soft_cap: float,
     scale: float,
-    poison: bool = False,
 ) -> None:
     """Fill out, of q's shape [T, heads, head_dim], and lse [T, heads], base 2.
 
-    keys and values are [pages, page_size, kv_heads, head_dim], q's tokens aligned to the end of each row's. Poisoning
-    writes NaN into the slots after each row's end, so that a later reader of what was never written gives itself away.
+    keys and values are [pages, page_size, kv_heads, head_dim], q's tokens aligned to the end of each row's. Writes
+    NaN into the slots after each row's end, so that a later reader of what was never written gives itself away.
     """
     qo, kv, indices, last = (array.tolist() for array in rows.arrays().values())
     num_pages, page_size, kv_heads, _ = keys.shape
@@ -106,6 +107,5 @@ def attend(
         out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(out.dtype)
         if lse is not None:
             lse[mine] = (scores.logsumexp(-1) / log(2)).T.float()
-        if poison:
-            for x in (keys, values):
-                x[pages[-1], used:] = float("nan")
+        for x in (keys, values):
+            x[pages[-1], used:] = float("nan")

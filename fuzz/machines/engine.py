@@ -206,8 +206,8 @@ ENGINE_FAULTS = (
     ),
     _begin(
         "model one position back",
-        "positions=plan.positions.to",
-        "positions=(plan.positions - 1).clamp(min=0).to",
+        "positions=self.attention.positions",
+        "positions=(self.attention.positions - 1).clamp(min=0)",
         "positions, off by one, where the model embeds them",
     ),
     _begin(

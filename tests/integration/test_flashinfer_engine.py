@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +19,26 @@ from kvproof.allocator import Admission
 from kvproof.attention import AttentionBackend
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.attention.torch_paged import TorchAttention
-from kvproof.backend import Chunk, Engine, EngineBackend, SamplingParams, selection
+from kvproof.backend import Chunk, Engine, EngineBackend, ModelRunner, SamplingParams, selection
+from kvproof.backend.graphs import GraphRunner
 from kvproof.backend.registry import Group, load
-from kvproof.fuzz.flashinfer_double import AnySizeOverDouble
+from kvproof.fuzz.flashinfer_double import AnySizeOverDouble, GraphsOverDouble
+from kvproof.fuzz.flashinfer_stream import RecordedGraph
+from kvproof.fuzz.machines import engine as engine_machine
 from kvproof.fuzz.machines.engine import EngineMachine
 from kvproof.fuzz.toy import ToyRunner
 
 RUNNER = ToyRunner(max_length=48)  # has no end-of-sequence token
+
+
+class CascadesOverDouble(AnySizeOverDouble):
+    cascade_rows = 2
+    cascade_tokens = 1
+
+
+DOUBLES = {"flashinfer": AnySizeOverDouble, "graphs": GraphsOverDouble, "cascade": CascadesOverDouble}
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    "flashinfer": AnySizeOverDouble,
+    **DOUBLES,
     "torch": TorchAttention,
     "reference": ReferenceAttention,
 }
@@ -34,7 +47,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 @pytest.fixture(autouse=True)
 def _over_the_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def load_double(group: Group, name: str) -> object:
-        return AnySizeOverDouble if name == "flashinfer" else load(group, name)
+        return DOUBLES[name] if name in DOUBLES else load(group, name)
 
     monkeypatch.setattr(selection, "load", load_double)
     threads = torch.get_num_threads()
@@ -43,15 +56,31 @@ def _over_the_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_every_request_gets_what_it_gets_alone() -> None:
-    """Random arrivals, chunked prefills, prefix hits, preemptions and aborts in tiny pools."""
+def graphed(runner: ModelRunner, *, num_blocks: int, **options: Any) -> Engine:
+    """An engine with a block more, for padding, that replays its decodes from recorded graphs."""
+    it = Engine(runner, num_blocks=num_blocks + 1, **options)
+    attention = it.backend.attention
+    assert isinstance(attention, GraphsOverDouble)
+    it.runner = GraphRunner(runner, partial(RecordedGraph, attention.stream))
+    return it
+
+
+@pytest.mark.parametrize("name", [*DOUBLES, "replayed"])
+def test_every_request_gets_what_it_gets_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random arrivals, chunked prefills, prefix hits, forks, preemptions and aborts in tiny pools."""
 
     class Machine(EngineMachine):
-        attention = "flashinfer"
+        attention = "graphs" if name == "replayed" else name
 
+    if name == "replayed":
+        monkeypatch.setattr(engine_machine, "Engine", graphed)
+    elif name == "graphs":
+        monkeypatch.setattr(
+            engine_machine, "Engine", lambda *a, num_blocks, **o: Engine(*a, num_blocks=num_blocks + 1, **o)
+        )
     run_state_machine_as_test(
         Machine,
-        settings=settings(max_examples=30, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=20, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
     )
 
 
@@ -62,7 +91,7 @@ def test_a_busy_engine_generates_the_same_on_every_backend(block_size: int) -> N
     for attention in BACKENDS:
         engine = Engine(
             RUNNER,
-            num_blocks=-(-48 // block_size),
+            num_blocks=-(-48 // block_size) + (attention == "graphs"),
             block_size=block_size,
             attention=attention,
             max_num_seqs=4,
@@ -78,7 +107,7 @@ def test_a_busy_engine_generates_the_same_on_every_backend(block_size: int) -> N
         assert engine.stats.num_prefix_hit_tokens > 0
         assert engine.stats.num_steps > 16
     assert all(len(output) == 16 for output in generated["reference"])
-    assert generated["flashinfer"] == generated["torch"] == generated["reference"]
+    assert all(output == generated["reference"] for output in generated.values())
 
 
 def generate_with_forks(attention: str) -> list[list[int]]:
@@ -114,7 +143,7 @@ def generate_with_forks(attention: str) -> list[list[int]]:
 def test_forked_sequences_generate_the_same_on_every_backend() -> None:
     generated = {attention: generate_with_forks(attention) for attention in BACKENDS}
     assert len({tuple(tokens) for tokens in generated["reference"]}) == 4
-    assert generated["flashinfer"] == generated["torch"] == generated["reference"]
+    assert all(output == generated["reference"] for output in generated.values())
 
 
 def test_the_gpu_script_can_be_rehearsed_without_one() -> None:
@@ -122,5 +151,5 @@ def test_the_gpu_script_can_be_rehearsed_without_one() -> None:
     run = subprocess.run([sys.executable, script, "--double"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     table = run.stdout.split("\n\n")[1].splitlines()
-    kinds = "environment flashinfer flashinfer, torch generation decode, decode, prefill,"
+    kinds = "environment flashinfer flashinfer, torch flashinfer, flashinfer, generation decode, decode, prefill,"
     assert [line.split()[0] for line in table] == kinds.split()

@@ -16,7 +16,16 @@ from torch import Tensor
 from kvproof.allocator.errors import InvalidArgument
 from kvproof.attention import BatchPlan, CacheSpec, InvalidSpec, NotPlanned, UnsupportedSpec
 from kvproof.attention.flashinfer import NUM_LANES, FlashInferAttention, WorkspaceTooSmall
-from kvproof.fuzz.flashinfer_double import FlashInferOverDouble, LazyOverDouble
+from kvproof.fuzz.flashinfer_double import (
+    CascadeOverDouble,
+    FA3OverDouble,
+    FlashInferOverDouble,
+    GraphsOverDouble,
+    LazyCascadeOverDouble,
+    LazyGraphsOverDouble,
+    LazyOverDouble,
+    PersistentOverDouble,
+)
 from kvproof.fuzz.flashinfer_examples import dense, make_spec, run_example
 
 
@@ -28,17 +37,27 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32))
-def test_sequences_computed_in_steps_match_dense_attention(seed: int) -> None:
-    run_example(FlashInferOverDouble, seed)
+VARIANTS: list[tuple[type[FlashInferOverDouble], dict[str, Any]]] = [
+    (FlashInferOverDouble, {}),
+    # No kernel and no copy runs before somebody waits for it, which only the lanes' own events do until the end.
+    (LazyOverDouble, {}),
+    (GraphsOverDouble, {}),
+    (LazyGraphsOverDouble, {}),
+    # Merging rounds each of the two parts, however small their sum is.
+    (CascadeOverDouble, {"dtype": "float16", "atol": 2**-8, "window": None}),
+    (LazyCascadeOverDouble, {"dtype": "float16", "atol": 2**-8, "window": None}),
+    (FA3OverDouble, {"cache_dtype": None}),
+    (PersistentOverDouble, {"cache_dtype": None, "window": None}),
+]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32))
-def test_steps_may_be_planned_before_earlier_ones_have_run(seed: int) -> None:
-    """No kernel and no copy runs before somebody waits for it, which only the lanes' own events do until the end."""
-    run_example(LazyOverDouble, seed)
+@pytest.mark.parametrize(("backend", "options"), VARIANTS, ids=[variant[0].__name__ for variant in VARIANTS])
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_sequences_computed_in_steps_match_dense_attention(
+    backend: type[FlashInferOverDouble], options: dict[str, Any], seed: int
+) -> None:
+    run_example(backend, seed, **options)
 
 
 def planned(
@@ -88,15 +107,15 @@ def test_decodes_and_other_rows_have_their_own_log_sum_exp() -> None:
 def test_a_step_without_tokens_launches_nothing() -> None:
     backend = planned(([], 0, 0), ([], 0, 0))
     assert backend.run(0, *inputs(backend.spec, 0)).shape == (0, 4, 64)
-    assert backend.stream.submitted == 0
+    assert backend.stream.submitted == 1  # the write of no keys
 
 
 def test_all_layers_share_one_plan() -> None:
     backend = planned(([7], 1, 1), ([4, 9], 6, 6))
-    assert backend.stream.submitted == 2
+    assert backend.stream.submitted == 3  # the copies of two plans and of the tokens
     for layer in (0, 1, 0, 1):
         backend.run(layer, *inputs(backend.spec, 7))
-    assert backend.stream.submitted == 2 + 2 * 4
+    assert backend.stream.submitted == 3 + 3 * 4  # two kernels, and a write of keys and values
 
 
 def test_a_refused_plan_leaves_the_old_one() -> None:

@@ -7,9 +7,11 @@ What a wrapper hands to its kernel module is computed on as it is, so a wrong ar
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,11 +22,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvproof.attention import BatchPlan, Capabilities
-from kvproof.attention.flashinfer import FlashInferAttention
+from kvproof.attention.flashinfer import FlashInferAttention, FlashInferFA3, FlashInferPersistent
 from kvproof.attention.flashinfer_package import Kernels
-from kvproof.fuzz.flashinfer_double import Stream, StreamEvent
 from kvproof.fuzz.flashinfer_examples import dense, make_spec, run_example
 from kvproof.fuzz.flashinfer_kernel import Rows, attend
+from kvproof.fuzz.flashinfer_stream import Stream, StreamEvent
+from kvproof.fuzz.flashinfer_wrappers import merge
 
 CAUSAL, NON_CAUSAL = 1, 0  # flashinfer.utils.MaskMode
 NHD = 0  # flashinfer.utils.TensorLayout
@@ -45,7 +48,8 @@ class FakeModule:
         self, backend: str, q: Any, kv: Any, o: Any, index: Any, head_dim: int, head_dim_vo: int, *variant: Any
     ) -> None:
         position, self.window, self.soft_cap, fp16_reduction = variant[:4]
-        assert (backend, index, head_dim_vo) == ("fa2", torch.int32, head_dim)
+        assert (index, head_dim_vo) == (torch.int32, head_dim)
+        assert backend == "fa2" or (backend == "fa3" and q == kv)
         assert (position, fp16_reduction, any(variant[4:])) == (0, False, False)
         self.dtypes = (q, kv, o)
         self.sizes: dict[str, Any] = {}
@@ -68,8 +72,8 @@ class FakeModule:
         head_dim_vo: int,
         causal: bool,
         window_left: int,
-        fixed_split_size: int,
-        disable_split: bool,
+        fixed_split_size: int = -1,  # from here on not with FA3
+        disable_split: bool = False,
         *rest: Any,
     ) -> Any:
         assert int_workspace.data_ptr() != pinned.data_ptr()
@@ -80,7 +84,7 @@ class FakeModule:
             batch,
             total_rows,
         )
-        assert (graph, fixed_split_size, disable_split) == (False, -1, False)
+        assert (fixed_split_size, disable_split) == (-1, False)
         assert (window_left >= 0) == self.window
         # The scheduler takes lengths from here and the kernel from last_page_len: they must not disagree.
         self.planned = {
@@ -88,6 +92,7 @@ class FakeModule:
             "causal": causal,
             "window_left": window_left,
             "page_size": page_size,
+            "graph": graph,
         }
         self.shape, self.page_shape = (total_rows, heads, head_dim), (page_size, kv_heads, head_dim)
         return [batch]
@@ -130,8 +135,10 @@ class FakeModule:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         assert keys.shape[1:] == values.shape[1:] == self.page_shape
         assert q.is_contiguous()
+        if planned["graph"]:  # the buffer, which may be longer
+            kv_indices = kv_indices[: int(kv_indptr[-1])]
         rows = Rows(qo_indptr, kv_indptr, kv_indices, last_page_len)
-        rows.check(planned["page_size"])
+        rows.check(planned["page_size"], causal=planned["causal"])
         lengths = (kv_indptr.diff() - 1).clamp(min=0) * planned["page_size"] + last_page_len
         assert torch.equal(planned["kv_lens"], lengths)
         attend(
@@ -148,6 +155,64 @@ class FakeModule:
         )
 
 
+class FakePersistentModule:
+    """What `get_holistic_attention_module` returns."""
+
+    def __init__(self, q: Any, kv: Any, o: Any, index: Any, head_dim: int, head_dim_vo: int, *variant: Any) -> None:
+        position, self.soft_cap, profiler = variant
+        assert (index, head_dim_vo, position, profiler) == (torch.int32, head_dim, 0, False)
+        self.dtypes = (q, kv, o)
+
+    def plan(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        pinned: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_lens: Tensor,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        head_dim_vo: int,
+        causal: bool,
+    ) -> Any:
+        assert (len(qo_indptr), len(kv_indptr), len(kv_lens)) == (batch + 1, batch + 1, batch)
+        self.planned = qo_indptr.clone(), kv_indptr.clone(), kv_lens.clone()
+        return []
+
+    def run(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        plan_info: Any,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        kv_indices: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask_mode: int,
+        layout: int,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        v_scale: float,
+        scale: float,
+        soft_cap: float,
+    ) -> None:
+        assert (q.dtype, keys.dtype, out.dtype) == self.dtypes
+        assert (soft_cap > 0, v_scale) == (self.soft_cap, 1.0)
+        if layout != NHD:
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        assert (q.shape[1], *keys.shape[1:3]) == (heads, page_size, kv_heads)
+        qo_indptr, kv_indptr, kv_lens = self.planned
+        rows = Rows(qo_indptr, kv_indptr, kv_indices, kv_lens - (kv_indptr.diff() - 1) * page_size)
+        rows.check(page_size, causal=True)
+        causal = mask_mode == CAUSAL
+        attend(rows, q, keys, values, out, lse, causal=causal, window_left=-1, soft_cap=soft_cap, scale=scale)
+
+
 @pytest.fixture(scope="module")
 def wrappers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """The real package, its kernel modules faked and its pinned memory ordinary."""
@@ -157,6 +222,9 @@ def wrappers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         import flashinfer.decode
         import flashinfer.prefill
 
+        persistent = sys.modules[package.BatchAttention.__module__]
+        patch.setattr(persistent, "get_holistic_attention_module", FakePersistentModule)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
         empty = torch.empty
         for module in (flashinfer.decode, flashinfer.prefill):
             patch.setattr(module, "get_batch_prefill_module", FakeModule)
@@ -186,15 +254,47 @@ class OverRealWrappers(FlashInferAttention):
             prefill=self.wrappers.BatchPrefillWithPagedKVCacheWrapper,
             decode=self.wrappers.BatchDecodeWithPagedKVCacheWrapper,
             event=lambda: StreamEvent(stream),
+            persistent=self.wrappers.BatchAttention,
+            merge=partial(merge, stream),
+            copy=stream.copy,
             pin_memory=False,
         )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+class GraphsOverRealWrappers(OverRealWrappers):
+    graph_sizes = (1, 2, 4, 8)
+
+
+class CascadeOverRealWrappers(OverRealWrappers):
+    cascade_rows = 2
+    cascade_tokens = 1
+
+
+class FA3OverRealWrappers(OverRealWrappers, FlashInferFA3):
+    """FA3 kernels for prefills."""
+
+
+class PersistentOverRealWrappers(OverRealWrappers, FlashInferPersistent):
+    """BatchAttention for everything."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        (OverRealWrappers, {}),
+        (GraphsOverRealWrappers, {}),
+        (CascadeOverRealWrappers, {"dtype": "float16", "atol": 2**-8, "window": None}),
+        (FA3OverRealWrappers, {"cache_dtype": None}),
+        (PersistentOverRealWrappers, {"cache_dtype": None, "window": None}),
+    ],
+)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
-def test_the_real_wrappers_hand_on_what_the_driver_means(wrappers: ModuleType, seed: int) -> None:
+def test_the_real_wrappers_hand_on_what_the_driver_means(
+    wrappers: ModuleType, backend: type[OverRealWrappers], options: dict[str, Any], seed: int
+) -> None:
     OverRealWrappers.wrappers = wrappers
-    run_example(OverRealWrappers, seed)
+    run_example(backend, seed, **options)
 
 
 def test_the_real_wrappers_return_the_log_sum_exp(wrappers: ModuleType) -> None:
