@@ -63,6 +63,8 @@ ABSTRACTIONS: dict[str, Callable[[Any], object]] = {
     "index": _index,
     "manager": lambda machine: manager_state(machine.manager),
     "compat": lambda machine: manager_state(machine.manager.manager),
+    "batch": lambda machine: sorted((row.context, row.query, len(row.table)) for row in machine.rows),
+    "attention": lambda machine: manager_state(machine.manager),
     "engine": lambda machine: manager_state(machine.engine.manager),
 }
 """By the name of the machine; a machine that is not here has a method `abstract_state`, or its states go uncounted."""

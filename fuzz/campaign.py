@@ -35,7 +35,7 @@ MEASURED = 3
 SECONDS_PER_ROUND = 2.0
 """How long a round takes at most when time is limited, as far as the ones before it tell."""
 
-Job = tuple[Literal["explore", "round"], dict[str, Any]]
+Job = tuple[Literal["explore", "round", "check"], dict[str, Any]]
 
 
 class WorkerCrashed(KvproofError):
@@ -318,9 +318,7 @@ class Worker:
             if "refused" in answer:
                 raise KvproofError(answer["refused"])
             if "crash" in answer:
-                raise WorkerCrashed(
-                    f"{arguments.get('machine') or arguments.get('scope')}: {_last_line(answer['crash'])}"
-                )
+                raise WorkerCrashed(f"{name} {arguments}: {_last_line(answer['crash'])}")
             on_progress(answer["progress"])
         self._errors.seek(0)
         raise WorkerCrashed(f"the worker ended: {_last_line(self._errors.read())}")

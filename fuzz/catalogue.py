@@ -5,14 +5,20 @@ Each list of faults stands beside the machine that it belongs to; this is the li
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 from kvproof.allocator import InvalidArgument
-from kvproof.fuzz.planted import Fault
 from kvproof.fuzz.spec.code_faults import HUNTS, Hunt
+from kvproof.fuzz.targets import MACHINES
 from kvproof.fuzz.world import World
+
+CONFORMANCE = "conformance"
+"""What finds the faults of attention backends: the check that each of them names."""
 
 LISTS = (
     ("kvproof.fuzz.planted:FAULTS", "manager"),
@@ -20,34 +26,54 @@ LISTS = (
     ("kvproof.fuzz.planted:INDEX_FAULTS", "index"),
     ("kvproof.fuzz.spec.code_faults:MORE_FAULTS", "manager"),
     ("kvproof.fuzz.machines.compat:COMPAT_FAULTS", "compat"),
+    ("kvproof.fuzz.machines.engine:REFUSED_PLANS", "engine"),
+    ("kvproof.fuzz.machines.engine:ENGINE_FAULTS", "engine"),
+    ("kvproof.fuzz.conformance.faults:ATTENTION_FAULTS", CONFORMANCE),
 )
-"""Where the faults are, and the machine for which each list is."""
+"""Where the faults are, and what has to find those of each list: a machine, or the conformance checks."""
 
 EXPLORER_ONLY = (World,)
 """Faults in these are in the explorer's own driver, which no machine uses."""
 
 
+class Fault(Protocol):
+    """What can be planted."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def why(self) -> str: ...
+
+    def planted(self) -> AbstractContextManager[None]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A fault, the machine that finds it, and where the explorer does; None where the one or the other can't."""
+    """A fault, what finds it (a machine, or `CONFORMANCE`), and where the explorer does; None where one can't."""
 
     fault: Fault
-    machine: str | None
+    finder: str | None
     hunt: Hunt | None
 
 
 @cache
 def catalogue() -> dict[str, Planted]:
-    """All faults by name, in the order of the lists. Raises `ValueError` if two share a name."""
+    """All faults by name, in the order of the lists; those that need torch only where it is installed.
+
+    Raises `ValueError` if two share a name.
+    """
     hunts = {hunt.fault.name: hunt for hunt in HUNTS}
     found: dict[str, Planted] = {}
-    for path, machine in LISTS:
+    for path, finder in LISTS:
+        if (finder == CONFORMANCE or MACHINES[finder].needs_torch) and find_spec("torch") is None:
+            continue
         module, _, name = path.partition(":")
-        for fault in getattr(import_module(module), name):
+        faults: tuple[Any, ...] = getattr(import_module(module), name)
+        for fault in faults:
             if fault.name in found:
                 raise ValueError(f"two faults are called {fault.name!r}")
-            driver = fault.owner in EXPLORER_ONLY
-            found[fault.name] = Planted(fault, None if driver else machine, hunts.get(fault.name))
+            found[fault.name] = Planted(fault, None if fault.owner in EXPLORER_ONLY else finder, hunts.get(fault.name))
     return found
 
 
@@ -56,6 +82,6 @@ def fault_named(name: str) -> Planted:
     known = catalogue()
     if name not in known:
         raise InvalidArgument(
-            f"no fault is called {name!r}; kvproof fuzz --planted all lists the {len(known)} there are"
+            f"no fault is called {name!r}; kvproof fuzz --planted all shows the {len(known)} there are"
         )
     return known[name]

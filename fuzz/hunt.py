@@ -1,7 +1,7 @@
 """Plants each fault of the catalogue in turn, and tells what noticed it, after how much.
 
-The explorer looks where it is known to find the fault, the machine from a seed that it was not tuned for. Nothing is
-shrunk: the question is whether, not how.
+The explorer looks where it is known to find the fault, the machine or the conformance check from a seed that it was not
+tuned for. Nothing is shrunk: the question is whether, not how.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from kvproof.fuzz.campaign import Plan, Worker, seed_of
-from kvproof.fuzz.catalogue import fault_named
+from kvproof.fuzz.campaign import Job, Plan, Worker, seed_of
+from kvproof.fuzz.catalogue import CONFORMANCE, fault_named
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,11 +40,11 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """What came of one fault. A side that can't find it is None: the fault's `machine`, or the explorer at `scope`."""
+    """What came of one fault. `finder` is a machine or the conformance checks; a side that can't find it is None."""
 
     fault: str
     why: str
-    machine: str | None
+    finder: str | None
     examples: Sighting | None
     scope: str | None
     explorer: Sighting | None
@@ -83,23 +83,22 @@ def hunt(faults: Iterable[str], *, seed: int, examples: int, jobs: int = 1) -> I
 
 def _find(worker: Worker, plan: Plan, name: str, examples: int) -> Find:
     planted = fault_named(name)
-    scope, by_explorer, by_machine = None, None, None
+    scope, by_explorer, by_finder = None, None, None
     if planted.hunt is not None:
         scope = planted.hunt.scope
         answer = worker.ask(("explore", {"scope": scope, "hash": planted.hunt.hash, "fault": name}))
         by_explorer = Sighting(answer["transitions"], round(answer["seconds"], 2), answer["violation"])
-    if planted.machine is not None:
-        job: dict[str, Any] = {
-            "machine": planted.machine,
-            "seed": seed_of(plan, planted.machine, 0),
-            "examples": examples,
-            "steps": STEPS,
-            "shrink": False,
-            "fault": name,
-        }
-        answer = worker.ask(("round", job))
-        by_machine = Sighting(answer["examples"], round(answer["seconds"], 2), answer["error"])
-    return Find(name, planted.fault.why, planted.machine, by_machine, scope, by_explorer)
+    if planted.finder is not None:
+        answer = worker.ask(_job(planted.finder, name, examples, seed_of(plan, planted.finder, 0)))
+        by_finder = Sighting(answer["examples"], round(answer["seconds"], 2), answer["error"])
+    return Find(name, planted.fault.why, planted.finder, by_finder, scope, by_explorer)
+
+
+def _job(finder: str, fault: str, examples: int, seed: int) -> Job:
+    common = {"fault": fault, "examples": examples, "seed": seed}
+    if finder == CONFORMANCE:
+        return "check", common
+    return "round", {**common, "machine": finder, "steps": STEPS, "shrink": False}
 
 
 def table_of(finds: Iterable[Find]) -> Table:
@@ -109,7 +108,7 @@ def table_of(finds: Iterable[Find]) -> Table:
     table = Table("fault", "scope", box=None, header_style="bold", pad_edge=False)
     for column in ("transitions", "seconds"):
         table.add_column(column, justify="right")
-    table.add_column("machine")
+    table.add_column("found by")
     for column in ("examples", "seconds"):
         table.add_column(column, justify="right")
     table.add_column("")
@@ -118,7 +117,7 @@ def table_of(finds: Iterable[Find]) -> Table:
             find.fault,
             find.scope or "",
             *_cells(find.explorer),
-            find.machine or "",
+            find.finder or "",
             *_cells(find.examples),
             "" if find.found else "[bold red]MISSED[/]",
         )

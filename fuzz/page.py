@@ -75,7 +75,8 @@ def _machines(report: Report) -> Iterator[str]:
     yield _note("A curve that has gone flat says that more of the same will not find much more.")
     for row in machines:
         yield f"<h3>{escape(row['machine'])}</h3><p>Rules fired</p>{plots.counts(row['rules'])}"
-        yield f"<p>Invariants checked</p>{plots.counts(row['invariants'])}"
+        if row["invariants"]:
+            yield f"<p>Invariants checked</p>{plots.counts(row['invariants'])}"
         if row["events"]:
             yield f"<p>Examples in which it happened</p>{plots.counts(row['events'])}"
         if slowest := timing[row["machine"]]["slowest"]:

@@ -63,6 +63,15 @@ class RoundJob:
     fault: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CheckJob:
+    """Look for a planted fault of an attention backend."""
+
+    fault: str
+    examples: int
+    seed: int
+
+
 @dataclass(slots=True)
 class Round:
     """What a round did. `program` is the shrunk failing example, a line for each call."""
@@ -169,6 +178,21 @@ def run_round(job: RoundJob) -> Answer:
 
 def _phase(phases: Any, name: str) -> list[Any]:
     return list(phases.get(f"{name}-phase", {}).get("test-cases", ()))
+
+
+def run_check(job: CheckJob) -> Answer:
+    """The conformance check that is there for an attention backend's fault, on the backend that has it."""
+    from kvproof.fuzz.catalogue import fault_named
+    from kvproof.fuzz.conformance.attention import checks
+    from kvproof.fuzz.conformance.report import Effort
+
+    fault: Any = fault_named(job.fault).fault
+    name = fault.noticed_by.__name__.replace("_", " ")
+    (check,) = (check for check in checks(fault.backend) if check.name == name)
+    with fault.planted(), with_reporter(lambda text: None):
+        result = check.run(Effort(job.examples, job.seed, shrink=False))
+    error = None if result.error is None else told(result.error)
+    return {"examples": result.examples, "seconds": result.seconds, "error": error}
 
 
 def machine_of(name: str, target: str | None, known: tuple[str, ...]) -> type[RuleBasedStateMachine]:

@@ -20,6 +20,10 @@ class MachineEntry:
     files: tuple[str, ...]
     package: str = "kvproof.allocator"
 
+    @property
+    def needs_torch(self) -> bool:
+        return self.package != "kvproof.allocator"
+
 
 MACHINES = {
     entry.name: entry
@@ -28,9 +32,14 @@ MACHINES = {
         MachineEntry("index", "kvproof.fuzz.machines.index:IndexMachine", ("allocator/index.py",)),
         MachineEntry("manager", "kvproof.fuzz.machines.manager:ManagerMachine", ("allocator/*.py",)),
         MachineEntry("compat", "kvproof.fuzz.machines.compat:CompatMachine", ("allocator/compat.py",)),
+        MachineEntry("batch", "kvproof.fuzz.machines.batch:BatchMachine", ("attention/plan.py",), "kvproof.attention"),
         MachineEntry(
-            "engine", "kvproof.fuzz.machines.engine:EngineMachine", ("backend/engine.py", "backend/scheduler.py"),
-            "kvproof.backend",
+            "attention", "kvproof.fuzz.machines.attention:AttentionMachine",
+            ("attention/plan.py", "attention/torch_paged.py"), "kvproof.attention",
+        ),
+        MachineEntry(
+            "engine", "kvproof.fuzz.machines.engine:EngineMachine",
+            ("backend/engine.py", "backend/scheduler.py", "backend/engine_backend.py"), "kvproof.backend",
         ),
     )
 }  # fmt: skip

@@ -30,7 +30,7 @@ def main() -> None:
         look = measure.Look(measured, setup["machines"])
     # Only now, since this imports what is measured.
     from kvproof.allocator import KvproofError
-    from kvproof.fuzz.rounds import ExploreJob, RoundJob, run_explore, run_round
+    from kvproof.fuzz.rounds import CheckJob, ExploreJob, RoundJob, run_check, run_explore, run_round
 
     for line in sys.stdin:
         name, arguments, is_measured = json.loads(line)
@@ -39,6 +39,8 @@ def main() -> None:
         try:
             if name == "explore":
                 done = run_explore(ExploreJob(**arguments), lambda progress: tell({"progress": progress}))
+            elif name == "check":
+                done = run_check(CheckJob(**arguments))
             else:
                 done = run_round(RoundJob(**arguments))
         except KvproofError as error:

@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "what", nargs="?", default="allocator", choices=(*TARGETS, "attention"), help="what to fuzz (default allocator)"
+        "what", nargs="?", default="allocator", choices=tuple(TARGETS), help="what to fuzz (default allocator)"
     )
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--time", type=_seconds, metavar="T", help="how long, as 90, 60s, 10m or 1h (default 60s)")
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
     foreign = parser.add_argument_group("code of others")
     foreign.add_argument("--target", metavar="MODULE:CLASS", help="the allocator to fuzz (see kvproof.fuzz.protocol)")
     foreign.add_argument("--known", nargs="+", default=[], metavar="CHECK", help="checks that --target may fail")
-    foreign.add_argument("--backend", metavar="NAME", help="the attention backend to fuzz (default torch)")
+    foreign.add_argument("--backend", metavar="NAME", help="the attention backend to hold to every conformance check")
     planted = parser.add_argument_group("planted faults")
     planted.add_argument("--planted", metavar="NAME", help="break our own code by this fault, or by each of all")
     parser.set_defaults(run=run)
@@ -79,7 +79,7 @@ def _seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     if args.planted is not None:
         return _hunt(args)
-    if args.what == "attention" or args.backend is not None:
+    if args.backend is not None:
         return _attention(args)
     return _campaign(args)
 
@@ -120,6 +120,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.known and args.target is None:
         raise InvalidArgument("--known needs --target")
     machines = (FOREIGN,) if args.target is not None else TARGETS[args.what]
+    if any(name in MACHINES and MACHINES[name].needs_torch for name in machines) and find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     explored = args.explore != "none" and args.target is None and args.what in EXPLORED
     scopes = [scope for scope in SCOPES if explored and (args.explore == "all" or not scope.slow)]
     measures = args.target is None and find_spec("coverage") is not None
@@ -191,11 +193,14 @@ def _hunt(args: argparse.Namespace) -> int:
 
 
 def _attention(args: argparse.Namespace) -> int:
+    """A backend of anybody's, by the conformance kit."""
     from kvproof.fuzz.conformance import check_attention_backend
 
+    if args.what != "attention":
+        raise InvalidArgument("--backend needs the target attention")
     if args.time is not None:
         raise InvalidArgument("attention backends are checked by --examples, not by --time")
-    report = check_attention_backend(args.backend or "torch", examples=args.examples or 100, seed=args.seed)
+    report = check_attention_backend(args.backend, examples=args.examples or 100, seed=args.seed)
     if args.json:
         rows = [
             {
