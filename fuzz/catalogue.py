@@ -5,9 +5,9 @@ Each list of faults stands beside the machine that it belongs to; this is the li
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -57,31 +57,33 @@ class Planted:
     hunt: Hunt | None
 
 
-@cache
 def catalogue() -> dict[str, Planted]:
     """All faults by name, in the order of the lists; those that need torch only where it is installed.
 
     Raises `ValueError` if two share a name.
     """
-    hunts = {hunt.fault.name: hunt for hunt in HUNTS}
     found: dict[str, Planted] = {}
+    for planted in _all():
+        if planted.fault.name in found:
+            raise ValueError(f"two faults are called {planted.fault.name!r}")
+        found[planted.fault.name] = planted
+    return found
+
+
+def fault_named(name: str) -> Planted:
+    """Imports no list behind the one that has it: the last ones need torch. Raises `InvalidArgument`."""
+    planted = next((planted for planted in _all() if planted.fault.name == name), None)
+    if planted is None:
+        raise InvalidArgument(f"no fault is called {name!r}; kvproof fuzz --planted all shows all there are")
+    return planted
+
+
+def _all() -> Iterator[Planted]:
+    hunts = {hunt.fault.name: hunt for hunt in HUNTS}
     for path, finder in LISTS:
         if (finder == CONFORMANCE or MACHINES[finder].needs_torch) and find_spec("torch") is None:
             continue
         module, _, name = path.partition(":")
         faults: tuple[Any, ...] = getattr(import_module(module), name)
         for fault in faults:
-            if fault.name in found:
-                raise ValueError(f"two faults are called {fault.name!r}")
-            found[fault.name] = Planted(fault, None if fault.owner in EXPLORER_ONLY else finder, hunts.get(fault.name))
-    return found
-
-
-def fault_named(name: str) -> Planted:
-    """Raises `InvalidArgument`."""
-    known = catalogue()
-    if name not in known:
-        raise InvalidArgument(
-            f"no fault is called {name!r}; kvproof fuzz --planted all shows the {len(known)} there are"
-        )
-    return known[name]
+            yield Planted(fault, None if fault.owner in EXPLORER_ONLY else finder, hunts.get(fault.name))
