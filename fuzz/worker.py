@@ -24,7 +24,7 @@ def tell(answer: dict[str, Any]) -> None:
 def main() -> None:
     """The first line says what to measure: {"packages": [...], "machines": [...], "data": file}."""
     setup = json.loads(sys.stdin.readline())
-    measured, look = None, None
+    measured, look, is_running = None, None, True
     if setup["packages"]:
         measured = measure.started(setup["packages"], setup["data"])
         look = measure.Look(measured, setup["machines"])
@@ -34,8 +34,9 @@ def main() -> None:
 
     for line in sys.stdin:
         name, arguments, is_measured = json.loads(line)
-        if measured is not None:
+        if measured is not None and is_measured != is_running:  # a second start would outlive the next stop
             measured.start() if is_measured else measured.stop()
+            is_running = is_measured
         try:
             if name == "explore":
                 done = run_explore(ExploreJob(**arguments), lambda progress: tell({"progress": progress}))
@@ -53,7 +54,8 @@ def main() -> None:
             tell({"progress": {"branches": branches}})
         tell({"done": done})
     if measured is not None:
-        measured.stop()
+        if is_running:
+            measured.stop()
         measured.save()
 
 
