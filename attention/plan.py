@@ -19,6 +19,9 @@ and out of bounds on a page number that is. So `BatchPlan.validate` enforces the
     block-shared    a block that one row writes is named by no other row
     padding         padding rows are the last of a batch of decodes: one token in the null block, which no other names
 
+With a window, blocks that it has left wholly may be the null block, in any number and in any rows; block-repeated and
+block-shared are about the others. A row that has such blocks may not name the null block where it is seen.
+
 Two tokens can't write one slot: that would take a repeated or a shared block, or a wrong position. Padding rows are
 the exception, and nobody reads what they wrote.
 """
@@ -48,7 +51,7 @@ from kvproof.attention.plan_rules import (
     locate,
     tokens,
 )
-from kvproof.attention.spec import CacheSpec
+from kvproof.attention.spec import INT32_LIMIT, CacheSpec
 
 ARRAYS: Final = (
     "qo_indptr",
@@ -223,7 +226,14 @@ class BatchPlan:
         if self.num_padding:
             check_padding(self.num_padding, self.num_decodes, kv_indptr, indices, seq)
         first_written = (seq - query) // spec.block_size
-        check_ownership(kv_indptr[: live + 1], indices[: kv_indptr[live]], blocks[:live], first_written[:live])
+        left = seq - query + 1 - (spec.window or INT32_LIMIT)  # positions that none of the row's queries sees
+        check_ownership(
+            kv_indptr[: live + 1],
+            indices[: kv_indptr[live]],
+            blocks[:live],
+            first_written[:live],
+            np.maximum(left[:live], 0) // spec.block_size,
+        )
 
 
 def _indptr(counts: Ints) -> Ints:

@@ -82,11 +82,21 @@ def check_rows(query: Ints, seq: Ints) -> int:
     return num_decodes
 
 
-def check_ownership(kv_indptr: Ints, indices: Ints, blocks: Ints, first_written: Ints) -> None:
-    """A row names a block once, and only it names the blocks it writes: those from its first_written on."""
+def check_ownership(kv_indptr: Ints, indices: Ints, blocks: Ints, first_written: Ints, hidden: Ints) -> None:
+    """A row names a block once, and only it names the blocks it writes: those from its first_written on.
+
+    Of the first `hidden` blocks of a row, which its window has left, those that are the null block do not count.
+    """
     rows = len(blocks)
     row_of = np.repeat(np.arange(rows), blocks)
-    written = np.arange(len(indices)) >= np.repeat(kv_indptr[:-1] + first_written, blocks)
+    at_in_row = np.arange(len(indices)) - np.repeat(kv_indptr[:-1], blocks)
+    written = at_in_row >= np.repeat(first_written, blocks)
+    if hidden.any():
+        null = indices == NULL_BLOCK
+        left = null & (at_in_row < np.repeat(hidden, blocks))
+        if (seen := np.intersect1d(row_of[left], row_of[null & ~left])).size:
+            raise InvalidBatch("block-repeated", f"row {seen[0]} names block {NULL_BLOCK} more than once, and sees it")
+        indices, row_of, written = indices[~left], row_of[~left], written[~left]
     # One sort brings every block's users together; a written block's neighbour is another user of it.
     users = np.sort((indices * rows + row_of) * 2 + written)
     user, writes = users >> 1, users & 1

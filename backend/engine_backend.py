@@ -39,7 +39,11 @@ class EngineBackend:
         self.attention = select(attention, spec)(spec) if isinstance(attention, str) else attention
         sizes = self.attention.graph_sizes
         self.manager = BlockManager(
-            spec.num_blocks, spec.block_size, prefix_caching=prefix_caching, reserve_null_block=bool(sizes)
+            spec.num_blocks,
+            spec.block_size,
+            prefix_caching=prefix_caching,
+            window=spec.window,
+            reserve_null_block=bool(sizes),
         )
         self._fixed_token_ids = torch.zeros(max(sizes, default=0), dtype=torch.int64, device=spec.device)
 

@@ -27,6 +27,7 @@ class ModelSpec(Validated):
     dtype: DType
     device: str = "cpu"
     eos_token_ids: tuple[int, ...] = ()
+    window: int | None = Field(default=None, ge=1, description="latest tokens that a token sees in every layer, or all")
 
     def cache_spec(self, *, num_blocks: int, block_size: int) -> CacheSpec:
         """The KV cache of `num_blocks` blocks of `block_size` token slots that this model runs on."""
@@ -39,6 +40,7 @@ class ModelSpec(Validated):
             device=self.device,
             num_blocks=num_blocks,
             block_size=block_size,
+            window=self.window,
         )
 
 

@@ -104,11 +104,11 @@ class RecordedGraph:
         self._stream.flush()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends each of PyTorch's operations to `work`, in a form that can be run again into the same outputs."""
 
     def __init__(self, work: list[Work]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._work = work
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -15,14 +15,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from torch import Tensor
 
-from kvproof.allocator import Admission
+from kvproof.allocator import NULL_BLOCK, Admission
 from kvproof.attention import AttentionBackend
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.attention.torch_paged import TorchAttention
-from kvproof.backend import Chunk, Engine, EngineBackend, ModelRunner, SamplingParams, selection
+from kvproof.backend import Chunk, Engine, EngineBackend, ModelRunner, ModelSpec, SamplingParams, Step, selection
 from kvproof.backend.graphs import GraphRunner
 from kvproof.backend.registry import Group, load
 from kvproof.fuzz.flashinfer_double import AnySizeOverDouble, GraphsOverDouble
+from kvproof.fuzz.flashinfer_examples import dense
 from kvproof.fuzz.flashinfer_stream import RecordedGraph
 from kvproof.fuzz.machines import engine as engine_machine
 from kvproof.fuzz.machines.engine import EngineMachine
@@ -144,6 +145,46 @@ def test_forked_sequences_generate_the_same_on_every_backend() -> None:
     generated = {attention: generate_with_forks(attention) for attention in BACKENDS}
     assert len({tuple(tokens) for tokens in generated["reference"]}) == 4
     assert all(output == generated["reference"] for output in generated.values())
+
+
+class WindowedRunner:
+    """The same model, in which a token sees the latest `window` only."""
+
+    def __init__(self, window: int) -> None:
+        self.spec = ModelSpec(**(RUNNER.spec.model_dump() | {"window": window}))
+        self.forward = RUNNER.forward
+
+    def alone(self, tokens: list[int]) -> int:
+        n = len(tokens)
+
+        def attention(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return dense(self.spec.cache_spec(num_blocks=1, block_size=1), q, k, v)[0].float()
+
+        step = Step(torch.tensor(tokens), torch.arange(n), torch.tensor([n - 1]), attention)
+        return int(self.forward(step)[0].argmax())
+
+
+@pytest.mark.parametrize("attention", DOUBLES)
+@pytest.mark.parametrize(("window", "block_size"), [(1, 1), (3, 2), (4, 4), (7, 3)])
+def test_blocks_that_left_the_window_are_given_back(attention: str, window: int, block_size: int) -> None:
+    """Sequences of up to 40 tokens decode in a pool that could not hold them all whole."""
+    runner = WindowedRunner(window)
+    engine = Engine(runner, num_blocks=-(-48 // block_size), block_size=block_size, attention=attention, max_num_seqs=4)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7, 8, 11], [4], [11, 12] * 5]
+    requests = [engine.add(prompt, SamplingParams(max_tokens=24)) for prompt in prompts]
+    left = False
+    for _ in engine.run():
+        engine.manager.check()
+        batch = engine.backend.attention.batch
+        live = batch.kv_indices[: batch.kv_indptr[batch.num_rows - batch.num_padding]]
+        left |= bool((live == NULL_BLOCK).any())
+    assert left
+    for prompt, request in zip(prompts, requests, strict=True):
+        tokens = list(prompt)
+        for token in request.output_token_ids:
+            assert token == runner.alone(tokens)
+            tokens.append(token)
+        assert len(tokens) == len(prompt) + 24
 
 
 def test_the_gpu_script_can_be_rehearsed_without_one() -> None:

@@ -315,3 +315,26 @@ def test_padding_touches_the_null_block_alone_and_it_alone_does(
 ) -> None:
     with pytest.raises(InvalidBatch, match=f"^{rule}: .*{words}"):
         replace(plan, **change(plan)).validate(cache())
+
+
+@pytest.mark.parametrize(
+    ("window", "rows", "rule"),
+    [
+        # Positions 0 to 8 - window are hidden from the decode at 8: blocks 0 and 1 of it, and of the chunk from 8 on.
+        (1, [([0, 0, 3], 9, 1), ([0, 0, 4], 12, 4)], None),
+        (1, [([0, 7, 3], 9, 1), ([5, 0, 4], 12, 4)], None),
+        (2, [([0, 1, 3], 9, 1), ([0, 2, 4], 12, 4)], None),
+        (2, [([0, 0, 3], 9, 1)], "block-repeated"),
+        (2, [([0, 0, 0, 3], 13, 1)], "block-repeated"),
+        (2, [([9, 0, 3], 9, 1), ([5, 0], 8, 4)], "block-shared"),
+        (None, [([0, 0, 3], 9, 1)], "block-repeated"),
+        (1, [([0, 6, 6, 3], 13, 1)], "block-repeated"),
+    ],
+)
+def test_blocks_that_a_window_has_left_may_be_the_null_block(window: int | None, rows: Any, rule: str | None) -> None:
+    spec = CacheSpec(**(cache().model_dump() | {"window": window}))
+    if rule is None:
+        build(rows).validate(spec)
+    else:
+        with pytest.raises(InvalidBatch, match=f"^{rule}: "):
+            build(rows).validate(spec)

@@ -33,6 +33,10 @@ def test_derived_sizes() -> None:
     assert it.block_bytes == 30 * 2 * 16 * 3 * 64 * 2
     assert spec(layout="HND", scale=0.5).cache_shape == (30, 512, 2, 3, 16, 64)
     assert spec(scale=0.5).softmax_scale == 0.5
+    assert it.torch_cache_dtype is torch.bfloat16
+    small = spec(cache_dtype="float8_e4m3fn", k_scale=0.5)
+    assert (small.torch_dtype, small.torch_cache_dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert (small.cache_shape, small.block_bytes) == (it.cache_shape, it.block_bytes // 2)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,10 @@ def test_derived_sizes() -> None:
         ({"layout": "DHN"}, ["layout='DHN'", "NHD"]),
         ({"scale": 0.0}, ["scale=0.0", "greater than 0"]),
         ({"scale": float("inf")}, ["scale=inf", "finite"]),
+        ({"cache_dtype": "int8"}, ["cache_dtype='int8'", "float8_e4m3fn"]),
+        ({"cache_dtype": "float8_e4m3fn", "k_scale": 0.0}, ["k_scale=0.0", "greater than 0"]),
+        ({"cache_dtype": "float8_e4m3fn", "v_scale": float("inf")}, ["v_scale=inf", "finite"]),
+        ({"v_scale": 0.5}, ["k_scale, v_scale=(1.0, 0.5)", "cache_dtype", "bfloat16"]),
         ({"pages": 3}, ["pages=3"]),
     ],
 )
@@ -94,6 +102,7 @@ NARROW = Capabilities(
         ({"block_size": 8}, "block_size", 8, "16, 32"),
         ({"layout": "HND"}, "layout", "HND", "NHD"),
         ({"scale": 0.25}, "scale", 0.25, "only the default, 1/sqrt(head_size)"),
+        ({"cache_dtype": "float8_e4m3fn"}, "cache_dtype", "float8_e4m3fn", "only caches of the model's dtype"),
     ],
 )
 def test_capabilities_refuse_what_they_lack(

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from kvproof.allocator.errors import InvalidArgument
 from kvproof.attention import BatchPlan, CacheSpec, InvalidSpec, NotPlanned, UnsupportedSpec
-from kvproof.attention.flashinfer import NUM_LANES, FlashInferAttention, WorkspaceTooSmall
+from kvproof.attention.flashinfer import (
+    NUM_LANES,
+    FlashInferAttention,
+    FlashInferFA3,
+    FlashInferPersistent,
+    WorkspaceTooSmall,
+)
+from kvproof.attention.flashinfer_cascade import common_prefix, without_prefix
+from kvproof.attention.reference import ReferenceAttention
 from kvproof.fuzz.flashinfer_double import (
     CascadeOverDouble,
     FA3OverDouble,
@@ -158,6 +166,123 @@ def test_other_errors_of_a_plan_are_passed_on(monkeypatch: pytest.MonkeyPatch) -
 def test_what_the_kernels_lack_is_refused(changes: dict[str, Any], feature: str) -> None:
     with pytest.raises(UnsupportedSpec, match=f"^the flashinfer backend does not support {feature}$"):
         FlashInferAttention.capabilities().check(make_spec(**changes), "flashinfer")
+
+
+def test_what_a_kernel_lacks_is_refused_by_its_variant() -> None:
+    for variant, changes in (
+        (FlashInferFA3, {"cache_dtype": "float8_e4m3fn"}),
+        (FlashInferPersistent, {"cache_dtype": "float8_e4m3fn"}),
+        (FlashInferPersistent, {"window": 3}),
+    ):
+        with pytest.raises(
+            UnsupportedSpec, match=f"^the {variant.name} backend does not support {next(iter(changes))} "
+        ):
+            variant.capabilities().check(make_spec(device="cuda", **changes), variant.name)
+    FlashInferAttention.capabilities().check(make_spec(device="cuda", window=3, cache_dtype="float8_e4m3fn"))
+    FlashInferFA3.capabilities().check(make_spec(device="cuda", window=3, soft_cap=1.0))
+
+
+def decodes(*tables: list[int]) -> BatchPlan:
+    """Decodes that have written all but the last slot of their blocks of 4."""
+    return batch(*((table, 4 * len(table), 1) for table in tables))
+
+
+@pytest.mark.parametrize(
+    ("it", "rows"),
+    [
+        (decodes([1]), 1),
+        (decodes([1], [2], [3, 4]), 4),
+        (decodes(*([row] for row in range(1, 9))), 8),
+        (decodes(*([row] for row in range(1, 10))), None),  # more than the largest
+        (batch(([1], 3, 1), ([2], 2, 2)), None),
+        (batch(([1], 3, 1), ([], 0, 0)), None),
+    ],
+)
+def test_decodes_are_padded_to_the_next_size(it: BatchPlan, rows: int | None) -> None:
+    assert GraphsOverDouble(make_spec()).graph_rows(it) == rows
+    assert FlashInferOverDouble(make_spec()).graph_rows(it) is None
+
+
+def test_more_blocks_than_the_buffers_hold_are_not_for_a_graph() -> None:
+    """Six rows of a common prefix: 10 blocks and the null block in every row are what there is room for."""
+    backend = GraphsOverDouble(make_spec(num_blocks=10))  # for up to 8 rows: 18 blocks
+    it = decodes(*([1, 2, row] for row in range(3, 9)))
+    assert (it.kv_indices.numel(), backend.graph_rows(it)) == (18, None)
+    fits = decodes(*([1, row] for row in range(3, 9)), [2, 9])
+    assert (fits.kv_indices.numel(), backend.graph_rows(fits)) == (14, 8)
+    backend.plan(fits.pad(8))
+    backend.plan(it)
+    assert backend.run(0, *inputs(backend.spec, 6)).isfinite().all()
+
+
+def test_graphs_that_need_more_workspace_are_not_made() -> None:
+    class Cramped(GraphsOverDouble):
+        workspace_bytes = 4 * 4 * 65 * 4  # for 4 rows
+
+    with pytest.raises(WorkspaceTooSmall, match=r"^FlashInfer's workspace of 4160 bytes .* with size 8320 "):
+        Cramped(make_spec())
+
+
+PREFIX = list(range(1, 65))
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix", "others", "changes", "shared"),
+    [
+        (8, 64, [], {}, 64),
+        (9, 64, [], {}, 64),
+        (8, 63, [], {}, 0),  # 252 tokens
+        (7, 64, [], {}, 0),
+        (8, 64, [[200] * 70], {}, 0),  # one row has nothing of it
+        (8, 64, [[*PREFIX[:63], 200, 201]], {}, 0),
+        (8, 64, [[*PREFIX[:64], 200]], {}, 64),
+        (8, 64, [], {"window": 300}, 0),
+    ],
+)
+def test_a_common_prefix_is_read_together_from_8_rows_and_256_tokens_on(
+    rows: int, prefix: int, others: list[list[int]], changes: dict[str, Any], shared: int
+) -> None:
+    backend = FlashInferOverDouble(make_spec(**changes))
+    own = iter(range(100, 140))
+    tables = [[*PREFIX[:prefix], *(next(own) for _ in range(1 + row % 3))] for row in range(rows)]
+    assert backend._shared_blocks(decodes(*tables, *others)) == shared
+
+
+def test_a_prefix_is_cut_off_every_row() -> None:
+    it = decodes([1, 2, 3], [1, 2, 4, 5], [1, 2, 6])
+    assert [common_prefix(it, at_least=n) for n in (1, 2, 3)] == [2, 2, 0]
+    indptr, indices = without_prefix(it.kv_indptr, it.kv_indices, 2)
+    assert (indptr.tolist(), indices.tolist()) == ([0, 1, 3, 4], [3, 4, 5, 6])
+    assert (indptr.dtype, indices.dtype) == (torch.int32, torch.int32)
+
+
+def test_what_is_too_large_for_8_bits_is_stored_as_the_largest_number() -> None:
+    for backend in (FlashInferOverDouble, ReferenceAttention):
+        it = backend(make_spec(cache_dtype="float8_e4m3fn", k_scale=0.5, v_scale=2.0))
+        it.plan(decodes([3]))
+        k = torch.tensor([1000.0, -1e5, 224.0, 1.0] * 16).expand(1, 2, 64).bfloat16()
+        it.run(0, torch.zeros(1, 4, 64).bfloat16(), k, k)
+        keys, values = (x[3, 3, 0, :4].float().tolist() for x in it.kv(0))
+        assert keys == [448, -448, 448, 2]
+        assert values == [448, -448, 112, 0.5]
+        it.copy_blocks([(3, 5)])
+        assert it.kv(0)[0][5, 3, 0, :4].float().tolist() == keys
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_the_reference_reads_8_bits(seed: int) -> None:
+    run_example(ReferenceAttention, seed, cache_dtype="float8_e4m3fn", window=None, soft_cap=None)
+
+
+def test_positions_are_those_of_the_plan() -> None:
+    for backend in (FlashInferOverDouble, GraphsOverDouble, PersistentOverDouble, ReferenceAttention):
+        it = backend(make_spec())
+        it.plan(batch(([7], 1, 1), ([4, 9], 6, 3)))
+        assert it.positions.tolist() == [0, 3, 4, 5]
+        it.plan(decodes([1], [2, 3]))
+        assert it.positions.tolist() == [3, 7]
+        assert it.positions.dtype is torch.int64
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,16 @@ Of all of these the real package refuses a few: see docs/flashinfer.md.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvproof.fuzz.flashinfer_stream import Stream
-from kvproof.fuzz.flashinfer_wrappers import DecodeDouble, PrefillDouble
 from kvproof.fuzz.flashinfer_kernel import ContractViolation
+from kvproof.fuzz.flashinfer_stream import RecordedGraph, Stream
+from kvproof.fuzz.flashinfer_wrappers import DecodeDouble, PrefillDouble, merge
 
 
 def ints(*values: int) -> Tensor:
@@ -216,3 +217,109 @@ def test_outputs_are_nan_until_the_kernel_ran_and_slots_past_the_end_from_then_o
     used = torch.full((8, 4), fill_value=True)
     used[1, 2:] = used[3, 3:] = False
     assert torch.equal(arguments["paged_kv_cache"].isfinite().all(-1).all(-1), used[:, None].expand(8, 2, 4))
+
+
+# ---- CUDA graphs, and states merged
+
+
+def buffers(rows: int = 2, room: int = 6) -> dict[str, Any]:
+    return {
+        "use_cuda_graph": True,
+        "paged_kv_indptr_buffer": torch.zeros(rows + 1, dtype=torch.int32),
+        "paged_kv_indices_buffer": torch.zeros(room, dtype=torch.int32),
+        "paged_kv_last_page_len_buffer": torch.zeros(rows, dtype=torch.int32),
+    }
+
+
+def planned_in(memory: dict[str, Any], pages: Tensor, **changes: Any) -> dict[str, Any]:
+    place = memory["paged_kv_indices_buffer"][: len(pages)]
+    place.copy_(pages)
+    return DECODE | {"indices": place} | changes
+
+
+@pytest.mark.parametrize(
+    ("rule", "made", "plan"),
+    [
+        ("graph-buffers", {"use_cuda_graph": False}, {}),
+        ("graph-buffers", {"paged_kv_indptr_buffer": ints(0, 0, 0, 0)}, {}),
+        ("graph-buffers", {"paged_kv_indices_buffer": torch.zeros(6)}, {}),
+        ("graph-rows", {}, {"last_page_len": ints(2), "indptr": ints(0, 3)}),
+        ("graph-indices", {}, {"indices": torch.zeros(7, dtype=torch.int32), "indptr": ints(0, 2, 7)}),
+        ("blocking-plan", {}, {"indices": ints(5, 1, 3)}),
+    ],
+)
+def test_a_graph_s_wrapper_is_made_and_planned_for_its_buffers(
+    rule: str, made: dict[str, Any], plan: dict[str, Any]
+) -> None:
+    memory = buffers()
+    with pytest.raises(ContractViolation) as refusal:
+        DecodeDouble(Stream(), **(MAKE | memory | made)).plan(**planned_in(memory, ints(5, 1, 3), **plan))
+    assert refusal.value.rule == rule
+
+
+def test_a_graph_repeats_work_on_what_memory_holds_by_then() -> None:
+    stream, memory = Stream(), buffers()
+    wrapper = DecodeDouble(stream, **MAKE, **memory)
+    arguments = call(2)
+    wrapper.plan(**planned_in(memory, ints(5, 1, 3)))
+    wrapper.run(**arguments)
+    first = arguments["out"].clone()
+    graph = RecordedGraph(stream)
+
+    def work() -> Tensor:
+        wrapper.run(**arguments)
+        return arguments["out"] * 2
+
+    doubled = graph.capture(work)
+    assert not torch.equal(doubled, 2 * first)  # capturing runs no kernel
+    graph.replay()
+    assert torch.equal(doubled, 2 * first)
+    wrapper.plan(**planned_in(memory, ints(7, 2, 0), indptr=ints(0, 1, 3)))
+    arguments["q"].mul_(0.5)
+    graph.replay()
+    eager = {**arguments, "out": torch.empty_like(first)}
+    wrapper.run(**eager)
+    assert torch.equal(doubled, 2 * eager["out"])
+    assert not torch.equal(eager["out"], first)
+    memory["paged_kv_last_page_len_buffer"][0] = 1  # as another size's wrapper would, with the same buffers
+    with pytest.raises(ContractViolation, match=r"^stale-schedule: "):
+        graph.replay()
+
+
+def test_8_bits_need_fa2_and_their_scales() -> None:
+    small = {"kv_data_type": torch.float8_e4m3fn}
+    with pytest.raises(ContractViolation, match=r"^dtype: fa3"):
+        prefill(Stream(), backend="fa3").plan(**(PREFILL | small))
+    wrapper = prefill(Stream())
+    wrapper.plan(**(PREFILL | small))
+    arguments = call(4) | {"paged_kv_cache": cache().to(torch.float8_e4m3fn)}
+    for scales in ({}, {"k_scale": 0.5}, {"v_scale": 0.5}):
+        with pytest.raises(ContractViolation, match=r"^scales: "):
+            wrapper.run(**arguments, **scales)
+    wrapper.run(**arguments, k_scale=0.5, v_scale=1.0)
+    half = arguments["out"].clone()
+    wrapper.run(**arguments, k_scale=0.5, v_scale=0.5)
+    assert torch.equal(arguments["out"], half * 0.5)
+    wrapper.plan(**PREFILL)
+    with pytest.raises(ContractViolation, match=r"^scales: "):
+        wrapper.run(**call(4), k_scale=1.0, v_scale=1.0)
+
+
+def test_merged_states_are_those_of_the_whole() -> None:
+    scores, values = torch.randn(2, 3, 4, 8).double(), torch.randn(2, 3, 4, 8, 16).double()
+    states = [(s.softmax(-1)[..., None] * v).sum(-2) for s, v in zip(scores, values, strict=True)]
+    lse = [(s.logsumexp(-1) * math.log2(math.e)).float() for s in scores]
+    whole = torch.cat(list(scores), dim=-1)
+    right = (whole.softmax(-1)[..., None] * torch.cat(list(values), dim=-2)).sum(-2)
+    v, s = states[0].float(), lse[0].clone()
+    merge(Stream(), v=v, s=s, v_other=states[1].float(), s_other=lse[1])
+    torch.testing.assert_close(v.double(), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(s.double(), whole.logsumexp(-1) * math.log2(math.e), rtol=1e-5, atol=1e-5)
+    for broken in (
+        {"s": s.half()},
+        {"v_other": v[:2]},
+        {"s_other": s.T},
+        {"v": v.transpose(0, 1).contiguous().transpose(0, 1)},
+    ):
+        with pytest.raises(ContractViolation, match=r"^merge: "):
+            merge(Stream(), **({"v": v, "s": s, "v_other": v, "s_other": s} | broken))

@@ -200,7 +200,9 @@ class FakePersistentModule:
         v_scale: float,
         scale: float,
         soft_cap: float,
+        *rest: Any,
     ) -> None:
+        assert not any(rest)
         assert (q.dtype, keys.dtype, out.dtype) == self.dtypes
         assert (soft_cap > 0, v_scale) == (self.soft_cap, 1.0)
         if layout != NHD:
@@ -224,6 +226,8 @@ def wrappers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
         persistent = sys.modules[package.BatchAttention.__module__]
         patch.setattr(persistent, "get_holistic_attention_module", FakePersistentModule)
+        # A later release loads another one for keys and values of different strides.
+        patch.setattr(persistent, "get_holistic_attention_independent_module", lambda *_: None, raising=False)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         empty = torch.empty
         for module in (flashinfer.decode, flashinfer.prefill):
