@@ -30,7 +30,8 @@ ROUND = 100
 """Examples in a round."""
 
 MEASURED = 3
-"""Coverage is measured in every third round of a machine: measuring takes more than half of such a round's time."""
+"""Coverage is measured in the first three rounds of a machine and in every third one after. Measuring takes more than
+half of such a round's time."""
 
 SECONDS_PER_ROUND = 2.0
 """How long a round takes at most when time is limited, as far as the ones before it tell."""
@@ -200,7 +201,11 @@ class Campaign:
                 (name, number), job = following
                 self._record(
                     (name, number),
-                    worker.ask(job, measured=name != "explore" and number % MEASURED == 0, on_progress=self._tell),
+                    worker.ask(
+                        job,
+                        measured=name != "explore" and (number < MEASURED or number % MEASURED == 0),
+                        on_progress=self._tell,
+                    ),
                 )
 
     def _next(self) -> tuple[tuple[str, int], Job] | None:

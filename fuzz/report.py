@@ -103,7 +103,8 @@ def coverage_note(report: Report) -> str:
         return "coverage is measured of kvproof's own code only"
     if report["coverage"] is None:
         return "coverage was not measured, since the package coverage is not installed"
-    return f"measured in one of {MEASURED} rounds of each machine and not in the explorer: at least this was covered"
+    rounds = f"in the first {MEASURED} rounds of each machine and in one of {MEASURED} after, not in the explorer"
+    return f"measured {rounds}: at least this was covered"
 
 
 def text_of(report: Report) -> Iterable[RenderableType]:
