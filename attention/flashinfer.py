@@ -54,13 +54,14 @@ class FlashInferAttention(AttentionBackend):
 
     What FlashInfer recommends. Outside CUDA graphs a split makes no more tiles than the GPU runs at once, two a
     multiprocessor, of at most 128 queries: 35 MB on 132 multiprocessors at head size 256. For graphs of 512 decodes
-    with 64 query heads of size 128 its planner asked for 48 MiB. A backend whose graphs need more is not made.
+    with 64 query heads of size 128 its planner asked for 48 MiB. Where the package says that graphs need more, they get
+    it; where it can't say, such a backend is not made.
     """
 
     cascade_rows: ClassVar[int] = 8
     cascade_tokens: ClassVar[int] = 256
-    """Decodes read a common prefix together when there are this many and it is this long: the bounds that vLLM had for
-    its cascade attention, for a GPU to correct. Not with a window, which would end elsewhere in each of the two parts.
+    """Decodes read a common prefix together when there are this many and it is this long: the bounds of vLLM, which
+    calls them arbitrary, for a GPU to correct. Not with a window, which would end elsewhere in each of the two parts.
     """
 
     @classmethod
@@ -80,15 +81,20 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
         kernels = self._kernels()
-        workspace = torch.zeros(self.workspace_bytes, dtype=torch.uint8, device=spec.device)  # zeroed for its first use
+        size = self.workspace_bytes
+        if self.graph_sizes:
+            largest = max(self.graph_sizes)
+            self._buffers = GraphBuffers(spec, largest)
+            asked = GraphLane(spec, kernels, _workspace(spec, 16), largest, self._buffers)
+            size = max(size, asked.workspace_bytes())
+        workspace = _workspace(spec, size)
         self._lanes = deque(self._step_lane(kernels, workspace) for _ in range(NUM_LANES))
         self._lane = self._lanes[0]
-        self._graph_lanes: dict[int, GraphLane] = {}
-        if self.graph_sizes:
-            self._buffers = GraphBuffers(spec, max(self.graph_sizes))
-            self._graph_lanes = {
-                size: GraphLane(spec, kernels, workspace, size, self._buffers) for size in self.graph_sizes
-            }
+        self._graph_lanes = {
+            rows: GraphLane(spec, kernels, workspace, rows, self._buffers) for rows in self.graph_sizes
+        }
+        for lane in self._graph_lanes.values():
+            lane.prepare()
 
     def _kernels(self) -> Kernels:
         return load(self.spec.device)
@@ -184,6 +190,10 @@ class FlashInferPersistent(FlashInferAttention):
 
     def _shared_blocks(self, batch: BatchPlan) -> int:
         return 0
+
+
+def _workspace(spec: CacheSpec, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=spec.device)  # zeroed for its first use
 
 
 def _without(capabilities: Capabilities, *features: str) -> Capabilities:

@@ -37,7 +37,6 @@ class GraphLane(Lane):
     """Steps of exactly `size` decodes, padding included."""
 
     def __init__(self, spec: CacheSpec, kernels: Kernels, workspace: Tensor, size: int, buffers: GraphBuffers) -> None:
-        """Raises `WorkspaceTooSmall`."""
         super().__init__(spec, kernels, workspace)
         self._indices = buffers.indices
         self._tokens = buffers.tokens[: 3 * size].view(3, size)
@@ -51,9 +50,26 @@ class GraphLane(Lane):
             paged_kv_indices_buffer=buffers.indices,
             paged_kv_last_page_len_buffer=buffers.last_page_len[:size],
         )
-        each = torch.arange(size + 1, dtype=torch.int32)
-        self._plan_decodes(each, torch.zeros_like(each[1:]), torch.ones_like(each[1:]))
+
+    def prepare(self) -> None:
+        """Plan a step of padding, so that a workspace that is too small shows. Raises `WorkspaceTooSmall`."""
+        self._plan_decodes(*self._padding())
         self._event.record()
+
+    def workspace_bytes(self) -> int:
+        """What FlashInfer says that a step needs of workspace; 0 where it can't say."""
+        indptr, indices, last_page_len = self._padding()
+        return self._workspace_needed(
+            self._decode,
+            indptr=indptr,
+            indices=indices,
+            last_page_len=last_page_len,
+            head_dim=self._spec.head_size,
+        )
+
+    def _padding(self) -> tuple[Tensor, Tensor, Tensor]:
+        each = torch.arange(self._tokens.shape[1] + 1, dtype=torch.int32)
+        return each, torch.zeros_like(each[1:]), torch.ones_like(each[1:])
 
     def _submit(self, batch: BatchPlan, shared: int) -> None:
         self._plan_decodes(*self._stage(batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len))

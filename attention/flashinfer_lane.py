@@ -86,13 +86,20 @@ class Lane(ABC):
         except RuntimeError as error:
             if "Buffer overflow" not in str(error):
                 raise
-            # Releases from 0.6.18 on can say what they need in all.
-            size = getattr(wrapper, "workspace_size", None)
-            needed = f"it needs {size(**step, **self._common)[0]}" if size else str(error).splitlines()[0]
+            size = self._workspace_needed(wrapper, **step)
+            needed = f"it needs {size}" if size else str(error).splitlines()[0]
             raise WorkspaceTooSmall(
                 f"FlashInfer's workspace of {self._workspace.numel()} bytes is too small for this step ({needed}); "
                 "set FlashInferAttention.workspace_bytes higher"
             ) from error
+
+    def _workspace_needed(self, wrapper: Any, **step: Any) -> int:
+        """What FlashInfer says that a plan of `step` needs; 0 where it can't say, as before release 0.6.18."""
+        size = getattr(wrapper, "workspace_size", None)
+        try:
+            return int(size(**step, **self._common)[0]) if size else 0
+        except NotImplementedError:  # not in every compiled kernel
+            return 0
 
     def _place_tokens(self, batch: BatchPlan, tokens: Tensor) -> None:
         """Copy `token_index` to the device without waiting."""

@@ -35,6 +35,7 @@ from kvproof.fuzz.flashinfer_double import (
     PersistentOverDouble,
 )
 from kvproof.fuzz.flashinfer_examples import dense, make_spec, run_example
+from kvproof.fuzz.flashinfer_wrappers import DecodeDouble
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -215,12 +216,32 @@ def test_more_blocks_than_the_buffers_hold_are_not_for_a_graph() -> None:
     assert backend.run(0, *inputs(backend.spec, 6)).isfinite().all()
 
 
-def test_graphs_that_need_more_workspace_are_not_made() -> None:
-    class Cramped(GraphsOverDouble):
-        workspace_bytes = 4 * 4 * 65 * 4  # for 4 rows
+class Cramped(GraphsOverDouble):
+    workspace_bytes = 4 * 4 * 65 * 4  # for 4 rows, where graphs are of up to 8
 
+
+def test_graphs_that_need_more_workspace_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkspaceTooSmall, match=r"^FlashInfer's workspace of 4160 bytes .* with size 8320 "):
         Cramped(make_spec())
+
+    def cannot_say(self: DecodeDouble, **_: Any) -> tuple[int, int]:
+        raise NotImplementedError
+
+    monkeypatch.setattr(DecodeDouble, "workspace_size", cannot_say, raising=False)
+    with pytest.raises(WorkspaceTooSmall, match=r"^FlashInfer's workspace of 4160 bytes .* with size 8320 "):
+        Cramped(make_spec())
+
+
+def test_graphs_get_the_workspace_that_the_package_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def workspace_size(self: DecodeDouble, *, last_page_len: Tensor, **step: Any) -> tuple[int, int]:
+        assert "non_blocking" not in step
+        return self._needed(len(last_page_len), step["num_qo_heads"], step["head_dim"]), 0
+
+    monkeypatch.setattr(DecodeDouble, "workspace_size", workspace_size, raising=False)
+    backend = Cramped(make_spec())
+    assert backend._lane._workspace.numel() == 8320
+    backend.plan(decodes([1], [2]))
+    assert backend.run(0, *inputs(backend.spec, 2)).isfinite().all()
 
 
 PREFIX = list(range(1, 65))

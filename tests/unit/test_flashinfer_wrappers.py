@@ -97,6 +97,18 @@ class FakeModule:
         self.shape, self.page_shape = (total_rows, heads, head_dim), (page_size, kv_heads, head_dim)
         return [batch]
 
+    def workspace_size(
+        self,
+        float_workspace: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_lens: Tensor,
+        total_rows: int,
+        *rest: Any,
+    ) -> tuple[int, int]:
+        assert (len(qo_indptr), qo_indptr[-1], rest[4]) == (total_rows + 1, total_rows, True)  # for a graph
+        return 2**20 + 16 * total_rows, 0
+
     def paged_run(
         self,
         float_workspace: Tensor,
@@ -280,6 +292,13 @@ class FA3OverRealWrappers(OverRealWrappers, FlashInferFA3):
 
 class PersistentOverRealWrappers(OverRealWrappers, FlashInferPersistent):
     """BatchAttention for everything."""
+
+
+def test_graphs_get_the_workspace_that_the_real_package_asks_for(wrappers: ModuleType) -> None:
+    OverRealWrappers.wrappers = wrappers
+    can_say = hasattr(wrappers.BatchDecodeWithPagedKVCacheWrapper, "workspace_size")
+    workspace = GraphsOverRealWrappers(make_spec())._lane._workspace
+    assert workspace.numel() == 2**20 + (16 * 8 if can_say else 0)
 
 
 @pytest.mark.parametrize(
