@@ -214,7 +214,7 @@ class AttentionBackend(ABC):
         if self.spec.cache_dtype is None:
             return x
         dtype = self.spec.torch_cache_dtype
-        largest = torch.finfo(dtype).max
+        largest = torch.finfo(dtype).max  # PyTorch's conversion saturates by itself, but has not always
         return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
     @abstractmethod
