@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvproof.allocator import loops
 from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int
 from kvproof.allocator.pool import MAX_BLOCKS
 from kvproof.allocator.sequence import Sequence, token_array
@@ -131,13 +133,20 @@ class DecodeBatch:
         """
         if not self._starved:
             return []
-        for seq in self._starved:
-            if seq._num_computed == seq.max_length:
-                raise InvalidArgument(f"{seq} has its max_length {seq.max_length} of tokens: it must leave the batch")
+        if loops.compiled is None or loops.compiled.longest_table(self._starved) < 0:  # one is at its end
+            for seq in self._starved:
+                if seq._num_computed == seq.max_length:
+                    raise InvalidArgument(
+                        f"{seq} has its max_length {seq.max_length} of tokens: it must leave the batch"
+                    )
         manager = self._manager
         starved = sorted(self._starved, key=_row)
         served = starved[: manager.pool.num_free]
-        for seq, block in zip(served, manager.pool.take(len(served)), strict=True):
+        blocks = manager.pool.take(len(served))
+        done = 0
+        if loops.compiled is not None and manager.window is None:
+            done = loops.compiled.serve_rows(self, served, blocks, manager.block_size)
+        for seq, block in zip(served[done:], blocks[done:], strict=True):
             manager._add_block(seq, block)
             entry = len(seq._table) - 1
             if entry >= self._num_columns:
@@ -163,15 +172,12 @@ class DecodeBatch:
         manager, step = self._manager, self._num_steps + 1
         rows = sorted(self._due.get(step, ()), key=_row)
         manager.index.make_room(2 * len(rows))  # as many blocks, and perhaps roots
-        due: list[tuple[Sequence, list[bytes]]] = []
-        for seq in rows:
-            self._settle(seq)
-            due.append((seq, manager._prepare(seq, 1)))
+        due = self._prepared(rows)
         self._due.pop(step, None)
         self._write_log(sampled)
         self._num_steps = step
-        merges = []
-        for seq, keys in due:
+        merges: list[RowMerge] = []
+        for seq, keys in self._not_compiled(due, sampled):
             seq._tokens.append(sampled[seq._row])
             seq._num_computed += 1
             seq._settled_at = step
@@ -185,6 +191,34 @@ class DecodeBatch:
             else:
                 self._schedule(seq)
         return merges
+
+    def _prepared(self, rows: list[Sequence]) -> list[tuple[Sequence, list[bytes]]]:
+        """The rows, brought up to date, with the keys of the blocks that their next token fills."""
+        manager = self._manager
+        due: list[tuple[Sequence, list[bytes]]] = []
+        hash_block = manager._prefixes.hash_block if manager.prefix_caching else None
+        while len(due) < len(rows):
+            if loops.compiled is not None:
+                due += loops.compiled.prepare_rows(self, rows, len(due), hash_block, manager.block_size)
+            for seq in rows[len(due) : len(due) + 1]:
+                self._settle(seq)
+                due.append((seq, manager._prepare(seq, 1)))
+        return due
+
+    def _not_compiled(
+        self, due: list[tuple[Sequence, list[bytes]]], sampled: array[int]
+    ) -> Iterator[tuple[Sequence, list[bytes]]]:
+        """The pairs that `commit` has to see to itself, one by one as it comes to them."""
+        manager = self._manager
+        plain = manager.window is None and manager._prefixes.events is None
+        done = 0
+        while done < len(due):
+            if loops.compiled is not None and plain:
+                done = loops.compiled.commit_rows(
+                    self, manager.index, manager.pool, due, done, sampled, manager.block_size, manager._counters
+                )
+            yield from due[done : done + 1]
+            done += 1
 
     def _settle(self, seq: Sequence) -> None:
         """Bring one of the batch's sequences up to date."""
@@ -230,5 +264,4 @@ class DecodeBatch:
             self._tables[start : start + width] = old[row * width : (row + 1) * width]
 
 
-def _row(seq: Sequence) -> int:
-    return seq._row
+_row = attrgetter("_row")

@@ -37,8 +37,7 @@ class Flights:
         """Give up the references that entries of `seq`'s table held: now, or when its step has retired."""
         parked = self._parked.get(seq._flight) if seq._flight is not None else None
         if parked is None:
-            for block in blocks:
-                self._pool.release(block)
+            self._pool.release_all(blocks)
         else:
             parked.extend(blocks)
 

@@ -20,7 +20,7 @@ HashBlock = Callable[[bytes, int], int]
 
 def xxh3_chained(tokens: bytes, parent_hash: int) -> int:
     """64-bit XXH3 of one block, chained to its prefix by taking the parent's hash as the seed."""
-    return xxh3_64_intdigest(tokens, seed=parent_hash)
+    return xxh3_64_intdigest(tokens, parent_hash)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvproof.allocator import loops
 from kvproof.allocator.events import EventLog
 from kvproof.allocator.hashing import Namespace
 
@@ -30,21 +31,24 @@ class PrefixIndex:
 
     def __init__(self, events: EventLog | None = None) -> None:
         self._events = events
-        self._buckets: dict[int, int] = {}  # the first node of each hash
         self._roots: dict[Namespace, int] = {}
         self._namespaces: dict[int, Namespace] = {}  # of the roots
         self._more_blocks: dict[int, tuple[int, ...]] = {}  # of nodes that several blocks carry, all but the first
         self._last_number = 0
-        # By place. Links are nodes, and `NONE` in a place that is free.
-        self._block = array("i")
-        self._parent: list[int] = []
-        self._tokens: list[bytes] = []
-        self._hash: list[int] = []
-        self._collision: list[int] = []  # the next one of the same hash
-        self._child: list[int] = []  # the youngest
-        self._older: list[int] = []  # the parent's next older child
-        self._younger: list[int] = []
+        # By place. Place 0 is nobody's, so that a link to it is none.
+        self._node = [NONE]
+        self._block = array("i", (0,))
+        self._parent = [NONE]
+        self._tokens = [b""]
+        self._hash = [0]
+        # Links are places, which take half as much as nodes do.
+        self._collision = array("i", (0,))  # the next one in the bucket
+        self._child = array("i", (0,))  # the youngest
+        self._older = array("i", (0,))  # the parent's next older child
+        self._younger = array("i", (0,))
         self._free_places = array("i")
+        # The first place of each bucket, by the lower bits of the hash. A dict would be eight times as large.
+        self._buckets = array("i", (0,))
 
     def root(self, namespace: Namespace) -> int:
         """The parent of the namespace's first blocks, `NONE` when it has none."""
@@ -61,26 +65,25 @@ class PrefixIndex:
 
     def find(self, parent: int, tokens: bytes, hash: int) -> int:
         """The live node of exactly `tokens` after exactly `parent`, or `NONE`."""
-        node = self._buckets.get(hash, NONE)
-        while node:
-            place = node & _PLACE
+        place = self._buckets[hash & len(self._buckets) - 1]
+        while place:
             if self._parent[place] == parent and self._tokens[place] == tokens:
-                break
-            node = self._collision[place]
-        return node
+                return self._node[place]
+            place = self._collision[place]
+        return NONE
 
     def add(self, block: int, parent: int, tokens: bytes, hash: int) -> int:
         """Let a node live: `block` is the first to carry `tokens` after a live `parent`, where `find` found none."""
         node = self._new(block, parent, tokens, hash)
         place, above = node & _PLACE, parent & _PLACE
-        if hash in self._buckets:
-            self._collision[place] = self._buckets[hash]
-        self._buckets[hash] = node
+        bucket = hash & len(self._buckets) - 1
+        self._collision[place] = self._buckets[bucket]
+        self._buckets[bucket] = place
         older = self._child[above]
         if older:
             self._older[place] = older
-            self._younger[older & _PLACE] = node
-        self._child[above] = node
+            self._younger[older] = place
+        self._child[above] = place
         if self._events is not None:
             self._events.stored(Node(self, node), Node(self, parent))
         return node
@@ -129,24 +132,24 @@ class PrefixIndex:
         return (Node(self, root) for root in self._roots.values())
 
     def nodes(self) -> Iterator[Node]:
-        """Every live node, roots left out."""
-        for hash in self._buckets:
-            for node in self._bucket(hash):
-                yield Node(self, node)
+        """Every live node, oldest first, roots left out."""
+        nodes = (self._node[place] for first in self._buckets for place in self._bucket(first))
+        return (Node(self, node) for node in sorted(nodes))
 
-    def _bucket(self, hash: int) -> Iterator[int]:
-        node = self._buckets.get(hash, NONE)
-        while node:
-            yield node
-            node = self._collision[node & _PLACE]
+    def _bucket(self, first: int) -> Iterator[int]:
+        """The places of the bucket that starts with `first`."""
+        place = first
+        while place:
+            yield place
+            place = self._collision[place]
 
     def _children(self, node: int) -> list[int]:
         """Oldest first."""
         children = []
         child = self._child[node & _PLACE]
         while child:
-            children.append(child)
-            child = self._older[child & _PLACE]
+            children.append(self._node[child])
+            child = self._older[child]
         children.reverse()
         return children
 
@@ -155,11 +158,13 @@ class PrefixIndex:
             self.make_room(1)
         place = self._free_places.pop()
         self._last_number += 1
+        node = self._last_number << _PLACE_BITS | place
+        self._node[place] = node
         self._block[place] = block
         self._parent[place] = parent
         self._tokens[place] = tokens
         self._hash[place] = hash
-        return self._last_number << _PLACE_BITS | place
+        return node
 
     def make_room(self, n: int) -> None:
         """Places for `n` nodes more, so that adding them can't fail for want of memory."""
@@ -167,34 +172,49 @@ class PrefixIndex:
             return
         size = len(self._tokens)
         more = max(size // 4, n, 16)
-        links = (self._parent, self._collision, self._child, self._older, self._younger)
-        self._block.frombytes(bytes(self._block.itemsize * more))
-        for numbers in (self._hash, *links):
-            numbers += [NONE] * more
+        for places in (self._block, self._collision, self._child, self._older, self._younger):
+            places.frombytes(bytes(places.itemsize * more))
+        for numbers in (self._node, self._parent, self._hash):
+            numbers += [0] * more
         self._tokens += [b""] * more
+        if size + more > len(self._buckets):
+            self._spread(2 ** (size + more - 1).bit_length())
         self._free_places.extend(range(size + more - 1, size - 1, -1))
+
+    def _spread(self, num_buckets: int) -> None:
+        """Sort the nodes into so many buckets, a power of two."""
+        buckets = array("i", bytes(self._buckets.itemsize * num_buckets))
+        places: list[int] = []
+        if loops.compiled is not None:
+            loops.compiled.spread(self, buckets)
+        else:
+            places += (place for first in self._buckets for place in self._bucket(first))
+        for place in places:
+            bucket = self._hash[place] & num_buckets - 1
+            self._collision[place] = buckets[bucket]
+            buckets[bucket] = place
+        self._buckets = buckets
 
     def _forget(self, node: int) -> None:
         if self._events is not None:
             self._events.removed(Node(self, node))
         place = node & _PLACE
-        hash, after = self._hash[place], self._collision[place]
-        if self._buckets[hash] != node:
-            before = next(other for other in self._bucket(hash) if self._collision[other & _PLACE] == node)
-            self._collision[before & _PLACE] = after
-        elif after:
-            self._buckets[hash] = after
+        bucket, after = self._hash[place] & len(self._buckets) - 1, self._collision[place]
+        first = self._buckets[bucket]
+        if first == place:
+            self._buckets[bucket] = after
         else:
-            del self._buckets[hash]
+            before = next(other for other in self._bucket(first) if self._collision[other] == place)
+            self._collision[before] = after
         self._more_blocks.pop(node, None)
         self._free(place)
 
     def _close_gap(self, older: int, younger: int, parent: int) -> None:
-        """A child has died between these two of `parent`'s; a root that has no other goes with it."""
+        """A child has died between these two of `parent`'s, by place; a root that has no other goes with it."""
         if older:
-            self._younger[older & _PLACE] = younger
+            self._younger[older] = younger
         if younger:
-            self._older[younger & _PLACE] = older
+            self._older[younger] = older
         else:
             self._child[parent & _PLACE] = older
             if not older and parent in self._namespaces:
@@ -202,7 +222,7 @@ class PrefixIndex:
                 self._free(parent & _PLACE)
 
     def _free(self, place: int) -> None:
-        self._collision[place] = self._child[place] = self._older[place] = self._younger[place] = NONE
+        self._collision[place] = self._child[place] = self._older[place] = self._younger[place] = 0
         self._tokens[place] = b""
         self._free_places.append(place)
 

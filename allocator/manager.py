@@ -306,8 +306,7 @@ class BlockManager:
         if pin not in self._pins:
             raise SequenceStateError("this pin holds nothing here: it was given up before, or is another manager's")
         self._pins.remove(pin)
-        for block in reversed(pin.blocks):
-            self.pool.release(block)
+        self.pool.release_all(reversed(pin.blocks))
 
     def decode_batch(self, capacity: int) -> DecodeBatch:
         """An empty batch for at most `capacity` sequences of this manager, see `DecodeBatch`."""
@@ -462,8 +461,7 @@ class BlockManager:
         return Merge(entry, block, keeper)
 
     def _share(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self.pool.share(block)
+        self.pool.share_all(list(blocks))
 
     def _add_block(self, seq: Sequence, block: int) -> None:
         """Slots for one block more, for a sequence that has used its last one up."""
@@ -496,6 +494,8 @@ class BlockManager:
         while first and seq._table[first - 1] != NULL_BLOCK:
             first -= 1
         left = seq._table[first:stop]
+        if not left:
+            return  # an array that someone reads through its buffer refuses even to put nothing in place of nothing
         seq._table[first:stop] = array("i", bytes(left.itemsize * len(left)))
         self._flights.drop(seq, left)
 

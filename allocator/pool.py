@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from kvproof.allocator import loops
 from kvproof.allocator.errors import IllegalTransition, require_int, shown
 from kvproof.allocator.policy import LRU, EvictionPolicy
 
@@ -41,7 +42,9 @@ class BlockPool(Generic[Content]):
         withdraw  PUBLISHED -> ACTIVE, CACHED -> FREE
 
     `Content` is whatever the owner finds a block by; the pool only carries it. All content that is lost to make
-    room leaves through `on_evict(block, content)`, called when the block has already lost it.
+    room leaves through `on_evict(block, content)`, called when the block has already lost it. An owner who can do both
+    for many blocks at once gives `evict_run(n)` too, which evicts at most `n` blocks, as if each were taken by itself,
+    and returns them. It may do fewer, and leaves what could fail alone.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class BlockPool(Generic[Content]):
         num_reserved: int = 0,
         policy: EvictionPolicy | None = None,
         on_evict: Callable[[int, Content], None] | None = None,
+        evict_run: Callable[[int], list[int]] | None = None,
     ) -> None:
         require_int("num_blocks", num_blocks, 1, MAX_BLOCKS)
         require_int("num_reserved", num_reserved, 0, num_blocks - 1)
@@ -65,6 +69,7 @@ class BlockPool(Generic[Content]):
         self._empty = array("i", range(num_blocks - 1, num_reserved - 1, -1))
         self._cached = policy if policy is not None else LRU()
         self._on_evict = on_evict
+        self._evict_run = evict_run
 
     @property
     def num_free(self) -> int:
@@ -119,15 +124,22 @@ class BlockPool(Generic[Content]):
             self.clock += n
         else:
             taken = self._take_and_evict(n)
-        for block in taken:
-            self._refs[block] = 1
+        if loops.compiled is not None:
+            loops.compiled.refer(self, taken)
+        else:
+            for block in taken:
+                self._refs[block] = 1
         return taken
 
     def _take_and_evict(self, n: int) -> list[int]:
         taken: list[int] = []
         clock = self.clock
         try:
-            for _ in range(n):
+            while len(taken) < n:
+                if not self._empty and self._evict_run is not None:
+                    taken += self._evict_run(n - len(taken))
+                    if len(taken) == n:
+                        break
                 self.clock += 1
                 if not self._empty:
                     self._evict()
@@ -160,6 +172,19 @@ class BlockPool(Generic[Content]):
                 raise IllegalTransition(f"block {block} is free: there is nothing to share")
             self._cached.remove(block)
         self._refs[block] += 1
+
+    def share_all(self, blocks: list[int]) -> None:
+        """`share` each of them, up to the first that can't be."""
+        done = 0 if loops.compiled is None else loops.compiled.share_run(self, LRU, blocks)
+        for block in blocks[done:]:
+            self.share(block)
+
+    def release_all(self, blocks: Iterable[int]) -> None:
+        """`release` each of them, in this order, up to the first that can't be."""
+        blocks = list(blocks)
+        done = 0 if loops.compiled is None else loops.compiled.release_run(self, LRU, blocks)
+        for block in blocks[done:]:
+            self.release(block)
 
     def release(self, block: int) -> None:
         """One reference less; the last one returns the block to the free list, with its content if it has any."""

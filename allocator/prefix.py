@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from kvproof.allocator import loops
 from kvproof.allocator.events import EventLog
 from kvproof.allocator.hashing import HashBlock
 from kvproof.allocator.index import NONE, Node, PrefixIndex
-from kvproof.allocator.policy import EvictionPolicy
+from kvproof.allocator.policy import LRU, EvictionPolicy
 from kvproof.allocator.pool import BlockPool
 from kvproof.allocator.sequence import Sequence
 from kvproof.allocator.stats import Counters
@@ -25,13 +26,13 @@ class PrefixCache:
         events: bool,
     ) -> None:
         self.pool: BlockPool[int] = BlockPool(
-            num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self._evicted
+            num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self._evicted, evict_run=self._evict_run
         )
         self.events = EventLog(block_size) if events else None
         self.index = PrefixIndex(self.events)
         self.counters = Counters()
         self.block_size = block_size
-        self._hash_block = hash_block
+        self.hash_block = hash_block
 
     def content(self, block: int) -> Node | None:
         """What `block` is findable by."""
@@ -44,7 +45,16 @@ class PrefixCache:
         node = self.index.root(seq.namespace)
         while node and len(nodes) < limit:
             i = len(nodes)
-            node = self.index.find(node, seq.key(i, self.block_size), self._hashes(seq, i + 1)[i])
+            # What is hashed ahead is needed at the latest when it is published.
+            hashes = self._hashes(seq, i + 1 if i < len(seq._hashes) else min(2 * i + 1, limit))
+            if loops.compiled is not None and not seq.media:
+                known = min(len(hashes), limit)
+                nodes += loops.compiled.find_run(self.index, node, seq, i, known, self.block_size)
+                if len(nodes) < known:
+                    break
+                node = nodes[-1]
+                continue
+            node = self.index.find(node, seq.key(i, self.block_size), hashes[i])
             if node:
                 nodes.append(node)
         return nodes
@@ -62,8 +72,10 @@ class PrefixCache:
         self.index.make_room(stop - first + 1)  # one may be a root
         hashes = self._hashes(seq, first)
         keys = seq.keys(first, stop, self.block_size)
+        if loops.compiled is not None and hashes:
+            loops.compiled.chain(self.hash_block, keys, len(hashes) - first, hashes, hashes[-1])
         for key in keys[len(hashes) - first :]:
-            hashes.append(self._hash_block(key, hashes[-1] if hashes else self._root_hash(seq)))
+            hashes.append(self.hash_block(key, hashes[-1] if hashes else self._root_hash(seq)))
         return keys
 
     def publish(self, seq: Sequence, first: int, keys: list[bytes]) -> dict[int, int]:
@@ -76,7 +88,10 @@ class PrefixCache:
         parent = self._node_before(seq, first)
         if not parent:
             return duplicates
-        for i, key in enumerate(keys, first):
+        done = 0
+        if loops.compiled is not None and self.events is None:
+            done, parent = loops.compiled.publish_run(self.index, self.pool, parent, seq, first, keys, duplicates)
+        for i, key in enumerate(keys[done:], first + done):
             hash = seq._hashes[i]
             node = self.index.find(parent, key, hash)
             if node:
@@ -127,6 +142,13 @@ class PrefixCache:
             self.counters.evictions += 1
             self.counters.residency += self.pool.age(lost)
 
+    def _evict_run(self, n: int) -> list[int]:
+        """What `BlockPool` calls by this name."""
+        if loops.compiled is None or self.events is not None:
+            return []
+        evicted: list[int] = loops.compiled.evict_run(self.pool, self.index, self.counters, LRU, n)
+        return evicted
+
     def _forget(self, block: int, node: int) -> list[int]:
         """`block` has lost its content. Returns the blocks that lost theirs with it."""
         orphans = self.index.remove(block, node)
@@ -139,8 +161,8 @@ class PrefixCache:
         hashes = seq._hashes
         if len(hashes) < stop:
             for key in seq.keys(len(hashes), stop, self.block_size):
-                hashes.append(self._hash_block(key, hashes[-1] if hashes else self._root_hash(seq)))
+                hashes.append(self.hash_block(key, hashes[-1] if hashes else self._root_hash(seq)))
         return hashes
 
     def _root_hash(self, seq: Sequence) -> int:
-        return seq.namespace.root_hash(self._hash_block)
+        return seq.namespace.root_hash(self.hash_block)

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from kvproof.allocator import loops
 from kvproof.allocator.errors import InvalidArgument, SequenceStateError, require_int, shown
 from kvproof.allocator.hashing import Namespace
 from kvproof.allocator.media import MediaItem, media_in
@@ -111,6 +112,9 @@ class Sequence:
         """The keys of blocks `first` to `stop`, at the cost of slicing one copy of their tokens."""
         if self.media or stop - first == 1:
             return [self.key(i, block_size) for i in range(first, stop)]
+        if loops.compiled is not None and sys.byteorder == "little":
+            keys: list[bytes] = loops.compiled.keys(self, first, stop, block_size)
+            return keys
         data = little_endian(self._tokens[first * block_size : stop * block_size])
         size = TOKEN_BYTES * block_size
         return [data[at : at + size] for at in range(0, len(data), size)]
@@ -140,11 +144,19 @@ class Sequence:
         self._tokens.extend(token_array(tokens))
 
 
+if loops.compiled is not None:
+    loops.compiled.bind(Sequence)
+
+
 def token_array(tokens: Iterable[int]) -> array[int]:
     """A private int32 copy of `tokens`, so that what the caller does to a list later can't reach the cache.
 
     Raises `InvalidArgument` for anything but integers from 0 to `MAX_TOKEN_ID`.
     """
+    if loops.compiled is not None and type(tokens) is list:
+        checked: array[int] | None = loops.compiled.token_array(array, tokens)
+        if checked is not None:
+            return checked
     values: list[int] = []
     try:
         if isinstance(tokens, array) and tokens.typecode == "i":

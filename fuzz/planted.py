@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 
-from kvproof.allocator import FIFO, BlockManager, BlockPool, PrefixIndex, Sequence
+from kvproof.allocator import FIFO, BlockManager, BlockPool, PrefixIndex, Sequence, loops
 from kvproof.allocator.batch import DecodeBatch
 from kvproof.allocator.events import EventLog
 from kvproof.allocator.flight import Flights
@@ -39,11 +39,14 @@ class Fault:
     def planted(self) -> Iterator[None]:
         """The fault is in force inside the `with` block. Not for use beside other threads."""
         original = inspect.getattr_static(self.owner, self.function)
-        setattr(self.owner, self.function, self._broken(original))
+        broken = self._broken(original)
+        compiled, loops.compiled = loops.compiled, None  # they stand for code that is broken now
+        setattr(self.owner, self.function, broken)
         try:
             yield
         finally:
             setattr(self.owner, self.function, original)
+            loops.compiled = compiled
 
     def _broken(self, original: FunctionType) -> FunctionType:
         source = textwrap.dedent(inspect.getsource(original))
@@ -742,15 +745,15 @@ INDEX_FAULTS = (
         PrefixIndex,
         "_new",
         "self._last_number += 1",
-        "self._last_number = len(self._buckets) + 1",
+        "self._last_number = len(list(self.nodes())) + 1",
         "an identity has a second life (nano-vllm#163)",
     ),
     Fault(
         "bucket dropped with its first node",
         PrefixIndex,
         "_forget",
-        "elif after:",
-        "elif False:",
+        "self._buckets[bucket] = after",
+        "self._buckets[bucket] = 0",
         "what collided with an evicted block can't be found any more",
     ),
     Fault(

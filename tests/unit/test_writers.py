@@ -8,6 +8,7 @@ A new writer is welcome when it is made of primitives: add it here, and to the t
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,15 +34,16 @@ WRITERS = declared(
         "_empty": ["pool.BlockPool: __init__ _evict _take_and_evict release take withdraw"],
         "_cached": ["pool.BlockPool: __init__ _evict release share withdraw"],
         # PrefixIndex
-        "_buckets": ["index.PrefixIndex: __init__ _forget add"],
+        "_buckets": ["index.PrefixIndex: __init__ _forget _spread add"],
         "_roots": ["index.PrefixIndex: __init__ _close_gap plant"],
         "_namespaces": ["index.PrefixIndex: __init__ _close_gap plant"],
         "_more_blocks": ["index.PrefixIndex: __init__ _forget carry remove"],
         "_last_number": ["index.PrefixIndex: __init__ _new"],
+        "_node": ["index.PrefixIndex: __init__ _new make_room"],
         "_block": ["index.PrefixIndex: __init__ _new make_room remove"],
-        "_parent": ["index.PrefixIndex: __init__ _free _new make_room"],
+        "_parent": ["index.PrefixIndex: __init__ _new make_room"],
         "_hash": ["index.PrefixIndex: __init__ _new make_room"],
-        "_collision": ["index.PrefixIndex: __init__ _forget _free add make_room"],
+        "_collision": ["index.PrefixIndex: __init__ _forget _free _spread add make_room"],
         "_child": ["index.PrefixIndex: __init__ _close_gap _free add make_room"],
         "_older": ["index.PrefixIndex: __init__ _close_gap _free add make_room"],
         "_younger": ["index.PrefixIndex: __init__ _close_gap _free add make_room"],
@@ -95,6 +97,26 @@ ELSEWHERE: dict[str, set[str]] = {
     "snapshot": {"_copies", "_flight", "_pins"},
 }
 
+# By compiled loop (`_loops.c`): the function that holds the Python it stands for, the only one that may call it. So it
+# writes what that function and those that it calls may write.
+COMPILED = {
+    "bind": "sequence",  # writes nothing
+    "chain": "prefix.PrefixCache.prepare",
+    "commit_rows": "batch.DecodeBatch._not_compiled",  # which is the loop of `commit`
+    "evict_run": "prefix.PrefixCache._evict_run",  # `_evicted` and `BlockPool._take_and_evict`
+    "find_run": "prefix.PrefixCache.find",
+    "keys": "sequence.Sequence.keys",
+    "longest_table": "batch.DecodeBatch.reserve",
+    "prepare_rows": "batch.DecodeBatch._prepared",
+    "publish_run": "prefix.PrefixCache.publish",
+    "refer": "pool.BlockPool.take",
+    "release_run": "pool.BlockPool.release_all",
+    "serve_rows": "batch.DecodeBatch.reserve",
+    "share_run": "pool.BlockPool.share_all",
+    "spread": "index.PrefixIndex._spread",
+    "token_array": "sequence.token_array",
+}
+
 # Fields that hold numbers: whoever reads one has no part of the state in hand.
 PLAIN = {"_flight", "_last_number", "_num_computed", "_num_launched", "_num_reserved"}
 # Fields whose elements can be changed in their turn: every use counts.
@@ -109,19 +131,24 @@ READING_PLACES = (ast.BinOp, ast.BoolOp, ast.Compare, ast.For, ast.If, ast.IfExp
 def uses(module: str, source: str) -> Iterator[tuple[str, str, bool]]:
     """Every field of `WRITERS` that is mentioned: its name, where, and whether it may be written there."""
     tree = ast.parse(source)
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-
-    def place(node: ast.AST) -> str:
-        names = []
-        while node in parents:
-            node = parents[node]
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names.append(node.name)
-        return ".".join([module, *reversed(names)])
-
+    parents = parents_in(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in WRITERS:
-            yield node.attr, place(node), not only_reads(node, parents)
+            yield node.attr, place(module, node, parents), not only_reads(node, parents)
+
+
+def parents_in(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def place(module: str, node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+    """The full name of the function that a node is in."""
+    names = []
+    while node in parents:
+        node = parents[node]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+    return ".".join([module, *reversed(names)])
 
 
 def only_reads(node: ast.Attribute, parents: dict[ast.AST, ast.AST]) -> bool:
@@ -166,6 +193,19 @@ def test_every_declared_field_is_there() -> None:
     """A field that was renamed would be guarded no longer."""
     written = {field for module in SOURCES for field, _, writes in uses(module, SOURCES[module]) if writes}
     assert set(WRITERS) == written
+
+
+def test_a_compiled_loop_is_called_where_its_python_is() -> None:
+    calls = set()
+    for module, source in SOURCES.items():
+        tree = ast.parse(source)
+        parents = parents_in(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "loops.compiled":
+                calls.add((node.attr, place(module, node, parents)))
+    assert calls == set(COMPILED.items())
+    defined = re.findall(r"FUNCTION\((\w+)\)", (ALLOCATOR / "_loops.c").read_text(encoding="utf-8"))
+    assert set(defined) - {"name"} == set(COMPILED)
 
 
 @pytest.mark.parametrize("module", set(SOURCES) - {"guard"})  # which wraps methods
