@@ -184,15 +184,17 @@ class PrefixIndex:
     def _spread(self, num_buckets: int) -> None:
         """Sort the nodes into so many buckets, a power of two."""
         buckets = array("i", bytes(self._buckets.itemsize * num_buckets))
-        places: list[int] = []
         if loops.compiled is not None:
             loops.compiled.spread(self, buckets)
         else:
-            places += (place for first in self._buckets for place in self._bucket(first))
-        for place in places:
-            bucket = self._hash[place] & num_buckets - 1
-            self._collision[place] = buckets[bucket]
-            buckets[bucket] = place
+            for first in self._buckets:
+                place = first
+                while place:
+                    after = self._collision[place]
+                    bucket = self._hash[place] & num_buckets - 1
+                    self._collision[place] = buckets[bucket]
+                    buckets[bucket] = place
+                    place = after
         self._buckets = buckets
 
     def _forget(self, node: int) -> None:

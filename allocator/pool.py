@@ -136,7 +136,7 @@ class BlockPool(Generic[Content]):
         clock = self.clock
         try:
             while len(taken) < n:
-                if not self._empty and self._evict_run is not None:
+                if not self._empty and self._evict_run is not None and loops.compiled is not None:
                     taken += self._evict_run(n - len(taken))
                     if len(taken) == n:
                         break
