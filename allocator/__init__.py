@@ -3,6 +3,7 @@
 `BlockManager` is the whole of it for an engine; `BlockPool` and `PrefixIndex` are its two halves, each usable alone.
 """
 
+from kvproof.allocator.batch import DecodeBatch, RowMerge
 from kvproof.allocator.errors import (
     ConcurrencyError,
     IllegalTransition,
@@ -42,6 +43,8 @@ __all__ = [
     "LRU",
     "MediaItem",
     "MediaPart",
+    "DecodeBatch",
+    "RowMerge",
     "Merge",
     "NULL_BLOCK",
     "Namespace",

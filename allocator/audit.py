@@ -94,6 +94,8 @@ def _tables_match_their_sequences(manager: BlockManager) -> None:
                     raise InvariantViolation("I5", f"block {block}, to be written by {seq}, has other owners")
         root = manager.index.root(seq.namespace)
         parent = manager.index.node(root) if root else None
+        if seq._batch is not None and not seq._batch._is_in_order(seq):
+            raise InvariantViolation("I7", f"its decode batch has lost {seq}")
         for i, block in enumerate(seq.block_table[: seq.num_computed // size]):
             node = manager._prefixes.content(block) if block >= pool.num_reserved else None
             if node is not None:

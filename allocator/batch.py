@@ -38,7 +38,8 @@ class DecodeBatch:
     window leaves a block behind, and when somebody looks at it. Until then its tokens lie in the batch's log.
 
     While a sequence is in a batch, other operations that would move it raise `SequenceStateError`; `pin`, `launch` and
-    `release` are allowed.
+    `release` are allowed. To look at a row may bring it up to date, so that it is an operation too: not for a second
+    thread. `capacity` costs 4 bytes of log a step, written anew each step and kept for a block's worth of steps.
     """
 
     def __init__(self, manager: BlockManager, capacity: int) -> None:
@@ -56,7 +57,7 @@ class DecodeBatch:
         self._padding = array("i", bytes(4 * capacity))
         self._tables = array("i")
         self._num_columns = 0
-        self._widen(1)
+        self._fit(1)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -80,8 +81,9 @@ class DecodeBatch:
     def add(self, seq: Sequence) -> bool:
         """Give `seq` the last row, and slots to the end of the block that its next token is in.
 
-        False, and no change, when the pool has no block for that. Raises `SequenceStateError` unless the sequence is
-        admitted with exactly one token left to compute, and there is a row for it.
+        False, and no change, when the pool has no block for that. After a fork it may order a copy, see
+        `BlockManager.take_copies`. Raises `SequenceStateError` unless the sequence is admitted with exactly one token
+        left to compute, and there is a row for it; `InvalidArgument` for one that has its `max_length` of tokens.
         """
         manager = self._manager
         manager._movable(seq)
@@ -91,7 +93,10 @@ class DecodeBatch:
             raise SequenceStateError(f"the batch is full: it has {self.capacity} rows")
         if seq._num_computed == seq.max_length:
             raise InvalidArgument(f"{seq} has its max_length {seq.max_length} of tokens: nothing is left to decode")
-        end = seq._num_computed + manager.block_size - seq._num_computed % manager.block_size
+        # To the end of a block, also of slots that were reserved ahead: later ones come by whole blocks.
+        num_blocks = manager._blocks_for(max(seq._num_computed + 1, seq._num_reserved))
+        self._fit(num_blocks)
+        end = num_blocks * manager.block_size
         if not manager._reserve(seq, end if seq.max_length is None else min(end, seq.max_length)):
             return False
         seq._batch, seq._row, seq._settled_at = self, len(self._rows), self._num_steps
@@ -111,7 +116,9 @@ class DecodeBatch:
 
     def _remove(self, seq: Sequence) -> None:
         self._settle(seq)
-        if self._starved.pop(seq, seq) is seq:  # it was not among them
+        if seq in self._starved:
+            del self._starved[seq]
+        else:
             bucket = self._due[seq._due]
             del bucket[seq]
             if not bucket:
@@ -129,16 +136,20 @@ class DecodeBatch:
         """Give every row a slot for its next token, in order, and return those for which the pool has no block.
 
         When there are some, `remove` or release sequences and ask again. Raises `InvalidArgument`, and changes nothing,
-        when a sequence is at its `max_length`.
+        when a sequence is at its `max_length`. Such a one has a token more than that, the last one sampled, which needs
+        no slot: `truncate` it before it is admitted again.
         """
         if not self._starved:
             return []
-        if loops.compiled is None or loops.compiled.longest_table(self._starved) < 0:  # one is at its end
+        longest = -1 if loops.compiled is None else loops.compiled.longest_table(self._starved)
+        if longest < 0:  # or one is at its end
             for seq in self._starved:
                 if seq._num_computed == seq.max_length:
                     raise InvalidArgument(
                         f"{seq} has its max_length {seq.max_length} of tokens: it must leave the batch"
                     )
+            longest = max(len(seq._table) for seq in self._starved)
+        self._fit(1 + longest)
         manager = self._manager
         starved = sorted(self._starved, key=_row)
         served = starved[: manager.pool.num_free]
@@ -148,10 +159,7 @@ class DecodeBatch:
             done = loops.compiled.serve_rows(self, served, blocks, manager.block_size)
         for seq, block in zip(served[done:], blocks[done:], strict=True):
             manager._add_block(seq, block)
-            entry = len(seq._table) - 1
-            if entry >= self._num_columns:
-                self._widen(2 * self._num_columns)
-            self._tables[seq._row * self._num_columns + entry] = block
+            self._tables[seq._row * self._num_columns + len(seq._table) - 1] = block
             self._schedule(seq)
         starved = starved[len(served) :]
         self._starved = dict.fromkeys(starved)
@@ -173,14 +181,12 @@ class DecodeBatch:
         rows = sorted(self._due.get(step, ()), key=_row)
         manager.index.make_room(2 * len(rows))  # as many blocks, and perhaps roots
         due = self._prepared(rows)
-        self._due.pop(step, None)
         self._write_log(sampled)
+        self._due.pop(step, None)
         self._num_steps = step
         merges: list[RowMerge] = []
         for seq, keys in self._not_compiled(due, sampled):
-            seq._tokens.append(sampled[seq._row])
-            seq._num_computed += 1
-            seq._settled_at = step
+            self._settle(seq)
             for merge in manager._publish(seq, keys):
                 merges.append(RowMerge(seq, *merge))
                 self._tables[seq._row * self._num_columns + merge.entry] = merge.new
@@ -220,6 +226,19 @@ class DecodeBatch:
             yield from due[done : done + 1]
             done += 1
 
+    def _is_in_order(self, seq: Sequence) -> bool:
+        """Whether the batch knows where one of its sequences is, when it is due, and what its table is. For audits."""
+        filed = seq in self._starved or seq in self._due.get(seq._due, ())
+        start = seq._row * self._num_columns
+        return self._rows[seq._row] is seq and filed and self._tables[start : start + len(seq._table)] == seq._table
+
+    def _look_at(self, seq: Sequence) -> None:
+        """Somebody looks at one of the batch's sequences: bring it up to date."""
+        guard = self._manager._guard
+        if guard is not None:
+            guard.check_thread("a look at a sequence in a decode batch")
+        self._settle(seq)
+
     def _settle(self, seq: Sequence) -> None:
         """Bring one of the batch's sequences up to date."""
         behind = self._num_steps - seq._settled_at
@@ -234,8 +253,7 @@ class DecodeBatch:
         if len(self._log) >= 2 * block_of_steps:  # no row is further behind than a block
             del self._log[:-block_of_steps]
             self._log_start = self._num_steps - self._manager.block_size
-        self._log += sampled
-        self._log += self._padding[len(sampled) :]
+        self._log += sampled + self._padding[len(sampled) :]
 
     def _schedule(self, seq: Sequence) -> None:
         window, size = self._manager.window, self._manager.block_size
@@ -251,17 +269,19 @@ class DecodeBatch:
             bucket[seq] = None
 
     def _write_row(self, seq: Sequence) -> None:
-        if len(seq._table) > self._num_columns:
-            self._widen(2 * len(seq._table))
         start = seq._row * self._num_columns
         self._tables[start : start + len(seq._table)] = seq._table
 
-    def _widen(self, num_columns: int) -> None:
-        old, width = self._tables, self._num_columns
-        self._tables, self._num_columns = array("i", bytes(4 * self.capacity * num_columns)), num_columns
+    def _fit(self, num_blocks: int) -> None:
+        """Columns for tables of `num_blocks`, and some more."""
+        if num_blocks <= self._num_columns:
+            return
+        width, num_columns = self._num_columns, num_blocks + num_blocks // 2
+        tables = array("i", bytes(4 * self.capacity * num_columns))
         for row in range(len(self._rows)):
             start = row * num_columns
-            self._tables[start : start + width] = old[row * width : (row + 1) * width]
+            tables[start : start + width] = self._tables[row * width : (row + 1) * width]
+        self._tables, self._num_columns = tables, num_columns
 
 
 _row = attrgetter("_row")

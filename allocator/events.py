@@ -75,7 +75,8 @@ class EventLog:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._identities: dict[Node | None, bytes] = {}
+        self._identities: dict[int, bytes] = {}  # by the nodes' numbers
+        self.clearing = False  # all nodes are dying, which one event will tell
         self._events: list[Event] = []
         # Runs become one event each: of stored nodes, each the parent of the next, or of removed identities.
         self._stored: list[Node] = []
@@ -85,27 +86,26 @@ class EventLog:
         """The identity of a live node's content."""
         if node.parent is None:
             return root_identity(node.namespace, self._block_size)
-        return self._identities[node]
+        return self._identities[node.number]
 
     def stored(self, node: Node, parent: Node) -> None:
         """`node` is new below `parent`."""
         if self._removed or (self._stored and self._stored[-1] != parent):
             self._end_run()
-        self._identities[node] = block_identity(self.identity(parent), node.tokens)
+        self._identities[node.number] = block_identity(self.identity(parent), node.tokens)
         self._stored.append(node)
 
     def removed(self, node: Node) -> None:
         """`node` has died."""
         if self._stored:
             self._end_run()
-        identity = self._identities.pop(node, None)
-        if identity is not None:  # else `cleared` has told of it
+        identity = self._identities.pop(node.number)
+        if not self.clearing:
             self._removed.append(identity)
 
     def cleared(self) -> None:
-        """All nodes are about to die."""
+        """All nodes have died."""
         self._end_run()
-        self._identities.clear()
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[Event]:
@@ -127,9 +127,10 @@ class EventLog:
             token_ids.frombytes(node.tokens[:size])
         if sys.byteorder == "big":
             token_ids.byteswap()
+        parent = nodes[0].parent
         return BlockStored(
-            blocks=tuple(self._identities[node] for node in nodes),
-            parent=self._identities.get(nodes[0].parent),  # none of a root
+            blocks=tuple(self._identities[node.number] for node in nodes),
+            parent=None if parent is None else self._identities.get(parent.number),  # none of a root
             token_ids=tuple(token_ids),
             block_size=self._block_size,
             namespace=nodes[0].namespace,

@@ -24,15 +24,20 @@ class Guard:
         self._owner: dict[None, threading.Thread] = {}  # at most one: a dict sets a default atomically
         self._running: str | None = None
 
+    def check_thread(self, name: str) -> None:
+        """Raise `ConcurrencyError` in another thread than the owner's."""
+        thread = threading.current_thread()
+        owner = self._owner.setdefault(None, thread)
+        if thread is not owner:
+            raise ConcurrencyError(f"{name} is called in thread {thread.name!r}, {owner.name!r} was here first")
+
     def around(self, method: Callable[P, R], name: str) -> Callable[P, R]:
         @wraps(method)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            thread = threading.current_thread()
-            owner = self._owner.setdefault(None, thread)
-            if thread is not owner:
-                raise ConcurrencyError(f"{name} is called in thread {thread.name!r}, {owner.name!r} was here first")
+            self.check_thread(name)
             if self._running is not None:
-                raise ConcurrencyError(f"{name} is called from inside {self._running}, in thread {thread.name!r}")
+                thread = threading.current_thread().name
+                raise ConcurrencyError(f"{name} is called from inside {self._running}, in thread {thread!r}")
             self._running = name
             try:
                 return method(*args, **kwargs)

@@ -231,7 +231,10 @@ class PrefixIndex:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A live node, for those who look; equal to every other view of it."""
+    """A live node, for those who look; equal to every other view of it.
+
+    Of a node that has died it says nothing that means anything, or raises KeyError.
+    """
 
     index: PrefixIndex
     number: int
@@ -250,9 +253,9 @@ class Node:
     @property
     def namespace(self) -> Namespace:
         node = self.number
-        while node not in self.index._namespaces:
+        while node and node not in self.index._namespaces:
             node = self.index._parent[node & _PLACE]
-        return self.index._namespaces[node]
+        return self.index._namespaces[node]  # raises KeyError of a node that has died
 
     @property
     def tokens(self) -> bytes:

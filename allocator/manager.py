@@ -215,7 +215,7 @@ class BlockManager:
         `take_copies`. Raises `InvalidArgument` when `n` is negative or reaches past the sequence's `max_length`.
         """
         self._movable(seq)
-        if lookahead == 0 and type(n) is int and 0 <= n <= seq._num_reserved - seq._num_computed:
+        if type(n) is type(lookahead) is int and lookahead == 0 <= n <= seq._num_reserved - seq._num_computed:
             return True
         limit = MAX_LENGTH if seq.max_length is None else seq.max_length
         require_int("n", n, 0, limit - seq._num_computed)
@@ -322,7 +322,8 @@ class BlockManager:
         """
         seqs = list(seqs)
         for seq in seqs:
-            self._admitted_here(seq)
+            if seq._manager is not self or seq not in self._admitted:
+                self._admitted_here(seq)  # which says what is wrong
         return self._flights.launch(seqs)
 
     def retire(self, step: int) -> None:
@@ -396,12 +397,15 @@ class BlockManager:
 
     def _take_after(self, hits: list[int], num_new_blocks: int) -> array[int]:
         """A block table of these hits and new blocks."""
-        # Shared first: a hit must not be evicted to make room for its own successor.
-        self._share(hits)
+        shared = 0
         try:
+            # Shared first: a hit must not be evicted to make room for its own successor.
+            for block in hits:
+                self.pool.share(block)
+                shared += 1
             return array("i", hits + self.pool.take(num_new_blocks))
         except BaseException:  # an eviction policy that fails
-            for block in reversed(hits):
+            for block in reversed(hits[:shared]):
                 self.pool.release(block)
             raise
 

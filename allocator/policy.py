@@ -13,7 +13,10 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """The order of eviction. Every call is O(1) or O(log n); the pool calls each with blocks it has checked."""
+    """The order of eviction. Every call is O(1) or O(log n); the pool calls each with blocks it has checked.
+
+    `pop` may raise: content that was evicted before stays lost, and nothing else has happened. The others must not.
+    """
 
     def insert(self, block: int, published: int) -> None:
         """`block` has become cached. A sequence's blocks arrive tail first, so that a parent outlives its children.
@@ -39,7 +42,8 @@ class EvictionPolicy(Protocol):
 class LRU:
     """Evicts the least recently released block.
 
-    A ring of blocks, linked in two arrays: 8 bytes a block, where an OrderedDict takes over a hundred.
+    A ring of blocks, linked in two arrays: 8 bytes a block, where an OrderedDict takes over a hundred. It trusts its
+    caller, the pool: a `remove` of what was not inserted breaks the ring.
     """
 
     def __init__(self) -> None:
@@ -51,9 +55,8 @@ class LRU:
     def insert(self, block: int, published: int) -> None:
         place = block + 1
         if place >= len(self._next):
-            more = bytes(self._next.itemsize * (place + place // 2 + 1 - len(self._next)))
-            self._next.frombytes(more)
-            self._previous.frombytes(more)
+            more = array("i", bytes(self._next.itemsize * (place + place // 2 + 1 - len(self._next))))
+            self._next, self._previous = self._next + more, self._previous + more
         last = self._previous[0]
         self._next[last] = self._previous[0] = place
         self._previous[place] = last

@@ -191,12 +191,12 @@ class BlockPool(Generic[Content]):
         refs = self.refs(block)
         if refs == 0:
             raise IllegalTransition(f"block {block} is {self.state(block)}: there is no reference to release")
-        self._refs[block] = refs - 1
-        if refs == 1:
+        if refs == 1:  # on the list first: should that fail, nothing has happened
             if self._content[block] is None:
                 self._empty.append(block)
             else:
                 self._cached.insert(block, self._published[block])
+        self._refs[block] = refs - 1
 
     def publish(self, block: int, content: Content) -> None:
         """Make a referenced block findable by `content`."""

@@ -119,11 +119,17 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Make nothing findable. No block may be referenced."""
+        counted = self.counters.evictions, self.counters.residency
+        if self.events is not None:
+            self.events.clearing = True
+        try:
+            self.pool.evict_all()
+        finally:
+            self.counters.evictions, self.counters.residency = counted  # not to make room
+            if self.events is not None:
+                self.events.clearing = False
         if self.events is not None:
             self.events.cleared()
-        counted = self.counters.evictions, self.counters.residency
-        self.pool.evict_all()
-        self.counters.evictions, self.counters.residency = counted  # not to make room
 
     def _node_before(self, seq: Sequence, i: int) -> int:
         """The node of the block before the sequence's block `i`, or `NONE`."""

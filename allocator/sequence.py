@@ -30,6 +30,8 @@ class Sequence:
         len(seq)      tokens known, prompt and output
         num_reserved  tokens that have a slot in the block table
         num_computed  tokens whose KV is written
+
+    While a `DecodeBatch` has it, a look at these or at its tokens may bring it up to date: not for a second thread.
     """
 
     __slots__ = ("_batch", "_due", "_flight", "_hashes", "_manager", "_num_cached", "_num_computed", "_num_reserved",
@@ -65,7 +67,7 @@ class Sequence:
 
     def __len__(self) -> int:
         if self._batch is not None:
-            self._batch._settle(self)
+            self._batch._look_at(self)
         return len(self._tokens)
 
     def __repr__(self) -> str:
@@ -77,7 +79,7 @@ class Sequence:
     @property
     def num_computed(self) -> int:
         if self._batch is not None:
-            self._batch._settle(self)
+            self._batch._look_at(self)
         return self._num_computed
 
     @property
@@ -98,7 +100,7 @@ class Sequence:
     def tokens(self, start: int = 0, stop: int | None = None) -> array[int]:
         """A copy of the token ids from `start` to `stop`, as int32."""
         if self._batch is not None:
-            self._batch._settle(self)
+            self._batch._look_at(self)
         return self._tokens[start:stop]
 
     def key(self, i: int, block_size: int) -> bytes:

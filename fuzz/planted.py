@@ -678,6 +678,14 @@ FAULTS = (
         "slots that were reserved ahead hide that a block is full",
     ),
     Fault(
+        "slots ahead end inside a block",
+        DecodeBatch,
+        "add",
+        "max(seq._num_computed + 1, seq._num_reserved)",
+        "seq._num_computed + 1",
+        "a whole block is added behind a half-filled one; found in review, not by us",
+    ),
+    Fault(
         "slots kept on leaving a batch",
         BlockManager,
         "_give_up_slots",

@@ -21,15 +21,17 @@ class DecodeRules(ManagerHarness):
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5),
         shift=st.integers(0, 1),
         leaves=st.sampled_from((0, 1, 2, None)),
+        lookahead=st.sampled_from((0, 0, 1, 3, 6)),
     )
-    def decode(self, slots: set[int], steps: int, tokens: list[int], shift: int, leaves: int | None) -> None:
-        """Some join the batch, and all of it decodes; after `leaves` steps the first row leaves.
-
-        Without `shift` all sample alike, so that equal ones stay equal.
+    def decode(
+        self, slots: set[int], steps: int, tokens: list[int], shift: int, leaves: int | None, lookahead: int
+    ) -> None:
+        """Some join the batch, perhaps with slots reserved ahead, and all of it decodes; after `leaves` steps the first
+        row leaves. Without `shift` all sample alike, so that equal ones stay equal.
         """
         for slot in sorted(slots):
             if self.slots[slot] not in self.rows:
-                self.join(slot)
+                self.join(slot, lookahead)
         for step in range(steps):
             self.finish_the_longest()
             if step == leaves and len(self.rows) > 1:
@@ -40,7 +42,7 @@ class DecodeRules(ManagerHarness):
         self.finish_the_longest()
         self.rows_are_those_of_the_model()
 
-    def join(self, slot: int) -> None:
+    def join(self, slot: int, lookahead: int) -> None:
         pair = self.running(slot)
         seq = pair.model
         self.write(pair)
@@ -50,10 +52,14 @@ class DecodeRules(ManagerHarness):
         if len(seq.tokens) != seq.computed + 1:
             self.refused(lambda: self.batch.add(pair.real), "a sequence that can't decode")
             return
+        if seq.computed == seq.max_length:
+            self.refused(lambda: self.batch.add(pair.real), "a sequence that has all its tokens")
+            return
+        self.try_reserve(pair, 1, lookahead)
         before = fingerprint(self.manager)
-        ahead = -(seq.computed + 1) % self.model.block_size
+        end = self.model.blocks_for(max(seq.computed + 1, seq.reserved)) * self.model.block_size
         joins = self.batch.add(pair.real)
-        assert joins == self.model.reserve(seq, 1, ahead)
+        assert joins == self.model.reserve(seq, 1, end - seq.computed - 1)
         if joins:
             self.rows.append(pair)
         else:

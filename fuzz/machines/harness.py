@@ -76,6 +76,8 @@ def fingerprint(manager: BlockManager) -> object:
         manager.held_otherwise,
         [(seq, len(seq), seq.num_computed, seq.num_reserved, list(seq.block_table)) for seq in manager.sequences],
         {node.uid: node.blocks for node in manager.index.nodes()},
+        manager.stats(),
+        dict(manager._copies),
     )
 
 

@@ -6,8 +6,15 @@ from array import array
 
 import pytest
 
-from kvproof.allocator import BlockManager, InvalidArgument, Sequence, SequenceStateError
-from kvproof.allocator.batch import DecodeBatch, RowMerge
+from kvproof.allocator import (
+    LRU,
+    BlockManager,
+    DecodeBatch,
+    InvalidArgument,
+    RowMerge,
+    Sequence,
+    SequenceStateError,
+)
 
 
 def prefilled(manager: BlockManager, length: int, *, start: int = 0, max_length: int | None = None) -> Sequence:
@@ -127,6 +134,67 @@ def test_leaving_gives_up_what_is_not_used() -> None:
     manager.fork(seq)  # nothing is reserved that is not computed
 
 
+def test_slots_that_were_reserved_ahead_are_used_first() -> None:
+    """They may end inside a block, which is this sequence's own to its end."""
+    manager = BlockManager(3, 4)
+    seq = prefilled(manager, 3, max_length=12)
+    assert manager.reserve(seq, 1, lookahead=6)
+    assert seq.num_reserved == 10
+    batch = batch_of(manager, seq)
+    for _ in range(9):
+        assert batch.reserve() == []
+        batch.commit([5])
+        manager.check()
+    assert (seq.num_computed, seq.num_reserved, len(seq.block_table)) == (12, 12, 3)
+
+
+def test_who_looks_at_a_row_in_the_middle_of_a_step_changes_nothing() -> None:
+    class Curious(LRU):
+        def remove(self, block: int) -> None:
+            seen.extend(len(seq) for seq in manager.sequences)
+            super().remove(block)
+
+    seen: list[int] = []
+    manager = BlockManager(16, 2, policy=Curious())
+    old = manager.sequence([0, 1])
+    manager.admit(old)
+    manager.commit(old, 2)
+    manager.release(old)
+    seqs = [prefilled(manager, 1), prefilled(manager, 1), prefilled(manager, 1, start=9)]
+    for seq in seqs[:2]:
+        manager.truncate(seq, 1)
+        seq.append(1)
+    batch = batch_of(manager, *seqs)
+    seen.clear()
+    assert batch.reserve() == []
+    assert len(batch.commit([6, 7, 8])) == 2  # merged into what was cached, which leaves the list for that
+    assert seen
+    assert [seq.tokens().tolist() for seq in seqs] == [[0, 1, 6], [0, 1, 7], [9, 10, 8]]
+    manager.check()
+
+
+def test_no_memory_for_wider_tables_leaves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: DecodeBatch, num_blocks: int) -> None:
+        raise MemoryError
+
+    manager = BlockManager(16, 2)
+    seq, late = prefilled(manager, 1), prefilled(manager, 5, start=50)
+    batch = manager.decode_batch(2)
+    assert batch.add(seq)
+    decode(batch, 1, [7])
+    before = manager.snapshot()
+    monkeypatch.setattr(DecodeBatch, "_fit", fails)
+    for call in (lambda: batch.add(late), batch.reserve):
+        with pytest.raises(MemoryError):
+            call()
+        assert manager.snapshot() == before
+        assert list(batch) == [seq]
+    monkeypatch.undo()
+    assert batch.add(late)
+    decode(batch, 4, [1, 2])
+    manager.check()
+
+
 def test_no_slot_past_max_length() -> None:
     manager = BlockManager(8, 4)
     seq = prefilled(manager, 1, max_length=3)
@@ -148,6 +216,7 @@ def test_what_a_window_leaves_is_given_back() -> None:
         assert batch.reserve() == []
         batch.commit([7])
         assert manager.num_used <= 3
+        assert [batch.block_tables[0, i] for i in range(len(seq.block_table))] == list(seq.block_table)
     assert list(seq.block_table)[:-3] == [0] * (len(seq.block_table) - 3)
 
 

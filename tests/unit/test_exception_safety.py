@@ -1,8 +1,8 @@
 """An operation in which something fails leaves everything as it was.
 
-What can fail inside an operation is what it asks of others: the hash function, the eviction policy, and memory for new
-nodes. Each is made to fail at its first call, its second, and so on, in every operation that can be made in the states
-of a random walk.
+What can fail inside an operation is what it asks of others: the hash function, the eviction policy's choice, and memory
+for new nodes. Each is made to fail at its first call, its second, and so on, in every operation that can be made in the
+states of a random walk. Decode batches are in test_batch.py. A policy's other calls must not fail.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -117,3 +118,20 @@ def test_off_it_is_not_there() -> None:
     assert not {name for name in vars(manager) if callable(getattr(BlockManager, name, None))}
     assert in_thread("other", lambda: running(manager)) is None
     running(manager)
+
+
+def test_a_look_at_a_row_of_a_batch_is_an_operation() -> None:
+    """It may bring the sequence up to date, which two threads must not do at once."""
+    manager = BlockManager(8, 2, debug=True)
+    seq = running(manager)
+    manager.commit(seq, 2)
+    batch = manager.decode_batch(1)
+    assert batch.add(seq)
+    with ThreadPoolExecutor(1) as other:
+        for look in (lambda: len(seq), lambda: seq.num_computed, seq.tokens, batch.reserve):
+            with pytest.raises(ConcurrencyError, match="'MainThread' was here first"):
+                other.submit(look).result()
+    assert (len(seq), seq.num_computed) == (3, 2)
+    manager.release(seq)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: len(seq)).result() == 3
