@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/models fuzz fuzz/conformance fuzz/machines fuzz/spec
 
-.PHONY: help demo test bench spec spec-full lint types fmt dev clean
+.PHONY: help demo test bench fuzz mutants spec spec-full lint types fmt dev clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,12 @@ test: dev ## the whole test suite
 
 bench: dev ## benchmarks, each beside its peer in the same run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds -s
+
+fuzz: dev ## look for failures for ten minutes
+	$(BIN)/kvproof fuzz all --time 10m --jobs 2 --corpus .fuzz-corpus
+
+mutants: dev ## mutation testing of the allocator (about an hour of one core)
+	$(BIN)/python -m kvproof.fuzz.mutants --jobs 2 --report docs/mutants.md
 
 spec: dev ## check the specification, and that the code is what it specifies (two minutes; needs Java)
 	$(BIN)/python -m kvproof.fuzz.spec
