@@ -136,8 +136,8 @@ FAULTS = (
         "hit evicted for its successor",
         BlockManager,
         "_take_after",
-        "self._share(hits)",
-        "[self.pool.release(b) for b in self.pool.take(num_new_blocks)]\n    self._share(hits)",
+        "for block in hits:",
+        "[self.pool.release(b) for b in self.pool.take(num_new_blocks)]\n        for block in hits:",
         "blocks are taken before the hits are held (vllm#37076)",
     ),
     Fault(
