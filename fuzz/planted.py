@@ -227,8 +227,8 @@ FAULTS = (
         "release forgets a reference",
         BlockPool,
         "release",
-        "self._refs[block] = refs - 1\n    if refs == 1:",
-        "self._refs[block] = 0\n    if True:",
+        "if refs == 1:",
+        "refs = 1\n    if True:",
         "a shared block is freed under its other owner",
     ),
     Fault(
@@ -608,7 +608,7 @@ FAULTS = (
     Fault(
         "a second thread is let in",
         Guard,
-        "around",
+        "check_thread",
         "if thread is not owner:",
         "if False:",
         "a server thread aborts a request while the engine thread runs it",
