@@ -27,7 +27,7 @@ class DecodeRules(ManagerHarness):
         self, slots: set[int], steps: int, tokens: list[int], shift: int, leaves: int | None, lookahead: int
     ) -> None:
         """Some join the batch, perhaps with slots reserved ahead, and all of it decodes; after `leaves` steps the first
-        row leaves. Without `shift` all sample alike, so that equal ones stay equal.
+        row leaves. Without `shift` all sample alike, so that equal ones stay equal; with it neighbours never do.
         """
         for slot in sorted(slots):
             if self.slots[slot] not in self.rows:
@@ -38,7 +38,7 @@ class DecodeRules(ManagerHarness):
                 self.leave(self.rows[0])
             if not self.make_room():
                 break
-            self.step_batch([tokens[(step + shift * row) % len(tokens)] for row in range(len(self.rows))])
+            self.step_batch([tokens[step % len(tokens)] ^ (shift * row & 1) for row in range(len(self.rows))])
         self.finish_the_longest()
         self.rows_are_those_of_the_model()
 
