@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/models fuzz fuzz/conformance fuzz/machines fuzz/spec
+# "fuzz/." and not "fuzz", which is a target.
+PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/models fuzz/. fuzz/conformance fuzz/machines fuzz/spec
 
 .PHONY: help demo test bench fuzz mutants spec spec-full lint types fmt dev clean
 

@@ -308,7 +308,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ("argv", "code", "message"),
     [
         (("/no/such/file",), 1, "can't read the trace /no/such/file"),
-        (("FILE", "--policy", "nope"), 1, "unknown eviction policy 'nope', known are: lru"),
+        (("FILE", "--policy", "nope"), 1, "unknown eviction policy 'nope', known are: fifo, lru"),
         (("FILE", "--block-size", "24"), 1, "block_size is 24, must divide the trace's 512"),
         (("FILE", "--spacing", "inf"), 1, "spacing is inf"),
         (("FILE", "--num-blocks", "0"), 2, "--num-blocks: 0 must be at least 1"),
