@@ -2,8 +2,8 @@
 
 A test's name begins with the row it restates; its docstring names the report. Rows of forks, pins, steps in flight and
 media are in test_shared_blocks.py, that of exported identities (P10) in test_events.py, those of the scheduler in
-test_engine.py, those of batch metadata in test_attention_plan.py, and that of buffers that are used again too early (M4)
-in test_flashinfer_faults.py.
+test_engine.py, those of batch metadata in test_attention_plan.py, and that of buffers used again too early (M4) in
+test_flashinfer_faults.py.
 """
 
 from __future__ import annotations

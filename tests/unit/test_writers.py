@@ -129,8 +129,8 @@ COMPILED = {
 }
 
 # Fields that hold numbers: whoever reads one has no part of the state in hand.
-PLAIN = {"_batch", "_flight", "_last_number", "_log_start", "_num_computed", "_num_launched", "_num_reserved", "_num_steps",
-         "_row", "_settled_at"}  # fmt: skip
+PLAIN = {"_batch", "_flight", "_last_number", "_log_start", "_num_computed", "_num_launched", "_num_reserved",
+         "_num_steps", "_row", "_settled_at"}  # fmt: skip
 # Fields whose elements can be changed in their turn: every use counts.
 NESTED = {"_parked"}
 WRITING_METHODS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "sort", "update"}
@@ -226,7 +226,17 @@ def test_a_compiled_loop_is_called_where_its_python_is() -> None:
 def test_no_field_is_reached_by_its_name(module: str) -> None:
     names = {node.id for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Name)}
     attributes = {node.attr for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Attribute)}
-    assert (names | attributes) & {"getattr", "setattr", "delattr", "attrgetter", "vars", "exec", "eval", "__dict__", "__setattr__"} == set()
+    assert (names | attributes) & {
+        "getattr",
+        "setattr",
+        "delattr",
+        "attrgetter",
+        "vars",
+        "exec",
+        "eval",
+        "__dict__",
+        "__setattr__",
+    } == set()
 
 
 @pytest.mark.parametrize(
