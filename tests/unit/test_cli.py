@@ -25,6 +25,11 @@ GENERATE = ("generate", "--model", "smollm2")
 ONE = ("--prompt", "Hello", "--max-tokens", "2")
 
 
+BACKENDS = (
+    "unknown attention backend 'nope', known are: flashinfer, flashinfer-fa3, flashinfer-persistent, reference, torch"
+)
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
@@ -47,7 +52,7 @@ ONE = ("--prompt", "Hello", "--max-tokens", "2")
         ((*GENERATE, "--prompt", "\udcff"), 1, "is not Unicode text"),
         ((*GENERATE, *ONE, "--dtype", "int8"), 2, "--dtype: invalid choice: 'int8'"),
         ((*GENERATE, *ONE, "--backend", "torch", "--dtype", "float64"), 1, "support this cache: reference"),
-        ((*GENERATE, *ONE, "--backend", "nope"), 1, "known are: flashinfer, flashinfer-fa3, flashinfer-persistent, reference, torch"),
+        ((*GENERATE, *ONE, "--backend", "nope"), 1, BACKENDS),
         ((*GENERATE, *ONE, "--max-num-batched-tokens", "8"), 1, "max_num_batched_tokens is 8"),
         (("generate", "--model", "/no/such/model.gguf", *ONE), 1, "/no/such/model.gguf"),
         ((*GENERATE, "--prompt", "one " * 9000), 1, "9001 tokens, the model takes 8192"),
