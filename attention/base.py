@@ -133,7 +133,10 @@ class AttentionBackend(ABC):
         return self._batch
 
     def plan(self, batch: BatchPlan) -> None:
-        """Prepare the step that every following `run` belongs to. Raises `InvalidBatch`; the old plan stands."""
+        """Prepare the step that every following `run` belongs to. Raises `InvalidBatch`; the old plan stands.
+
+        A backend serves one thread at a time: `plan`, `run` and `copy_blocks` must not overlap.
+        """
         batch.validate(self.spec)
         self._plan(batch)
         self._tokens = self._place_tokens(batch)

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvproof.allocator.errors import InvalidArgument
 from kvproof.attention.base import AttentionBackend, Capabilities
 from kvproof.attention.errors import BackendUnavailable
 from kvproof.attention.flashinfer_cascade import common_prefix
@@ -103,9 +104,12 @@ class FlashInferAttention(AttentionBackend):
         return StepLane(self.spec, kernels, workspace, self.prefill_kernel)
 
     def graph_rows(self, batch: BatchPlan) -> int | None:
-        """The next size up for a step of decodes, unless they are too many or read a common prefix together."""
+        """The next size up for a step of decodes, unless they are too many or read a common prefix together.
+
+        None with a window: the entries of blocks that left it name the null block, which is the padding's then.
+        """
         at = bisect_left(self.graph_sizes, batch.num_rows)
-        if at == len(self.graph_sizes) or batch.num_decodes < batch.num_rows or self._shared_blocks(batch):
+        if self.spec.window is not None or at == len(self.graph_sizes) or batch.num_decodes < batch.num_rows or self._shared_blocks(batch):
             return None
         rows = self.graph_sizes[at]
         blocks = batch.kv_indices.numel() + rows - batch.num_rows
@@ -115,8 +119,10 @@ class FlashInferAttention(AttentionBackend):
         """`run` without the write, and beside its result the log-sum-exp of each query's scores.
 
         The latter is float32 [T, num_heads], a natural logarithm: what merges attention over parts of a sequence.
-        Raises `InvalidArgument` on a q that does not fit, and `NotPlanned`.
+        Raises `InvalidArgument` on a layer that does not exist or a q that does not fit, and `NotPlanned`.
         """
+        if not 0 <= layer < self.spec.num_layers:
+            raise InvalidArgument(f"layer is {layer}; it must be 0 to {self.spec.num_layers - 1}")
         self._check("q", q, (self.batch.num_tokens, self.spec.num_heads, self.spec.head_size))
         out, lse = self._empty(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         self._lane.run(q.contiguous(), self.cache[layer], out, lse)

@@ -68,7 +68,7 @@ class GraphLane(Lane):
         )
 
     def _padding(self) -> tuple[Tensor, Tensor, Tensor]:
-        each = torch.arange(self._tokens.shape[1] + 1, dtype=torch.int32)
+        each = torch.arange(self._tokens.shape[1] + 1, dtype=torch.int32, device="cpu")
         return each, torch.zeros_like(each[1:]), torch.ones_like(each[1:])
 
     def _submit(self, batch: BatchPlan, shared: int) -> None:

@@ -37,7 +37,7 @@ class Lane(ABC):
         self._event = kernels.event()
         self._workspace = workspace
         self._host: dict[torch.dtype, Tensor] = {}
-        self.tokens = torch.empty((3, 0), dtype=torch.int64)
+        self.tokens = torch.empty((3, 0), dtype=torch.int64, device="cpu")
         """`token_index` of the planned step, on the cache's device."""
         # Everything by keyword, because the positions have moved between releases; and every dtype, because the
         # wrappers take one that is left out for float16. What a step does not change is kept here.
@@ -116,7 +116,7 @@ class Lane(ABC):
         memory = self._host.get(dtype)
         if memory is None or sum(sizes) > memory.numel():
             # Twice what is needed, because a batch that grows by a block a step would pin memory at every one.
-            memory = torch.empty(2 * sum(sizes), dtype=dtype, pin_memory=self._kernels.pin_memory)
+            memory = torch.empty(2 * sum(sizes), dtype=dtype, pin_memory=self._kernels.pin_memory, device="cpu")
             self._host[dtype] = memory
         return torch.split(torch.cat(arrays, out=memory[: sum(sizes)]), sizes)
 
@@ -157,7 +157,7 @@ class StepLane(Lane):
             *without_prefix(batch.kv_indptr[: decodes + 1], batch.kv_indices[:blocks], shared),
             batch.kv_last_page_len[:decodes],
             # The common prefix: the decodes are its queries.
-            torch.tensor([0, decodes, 0, shared, self._spec.block_size], dtype=torch.int32),
+            torch.tensor([0, decodes, 0, shared, self._spec.block_size], dtype=torch.int32, device="cpu"),
             batch.kv_indices[:shared],
         )
         head_size = self._spec.head_size

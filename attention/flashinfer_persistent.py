@@ -25,7 +25,7 @@ class PersistentLane(Lane):
         rows = batch.seq_lens > 0  # what it makes of empty rows is not documented
         self._empty = not rows.any()
         if not self._empty:
-            first = torch.zeros(1, dtype=torch.int32)
+            first = torch.zeros(1, dtype=torch.int32, device="cpu")
             qo_indptr, kv_indptr, seq_lens, indices = self._stage(
                 torch.cat((first, batch.qo_indptr[1:][rows])),
                 torch.cat((first, batch.kv_indptr[1:][rows])),

@@ -166,7 +166,7 @@ class BatchPlan:
                 f"{self.num_rows} rows, {self.num_decodes} of them decodes and {self.num_padding} padding, "
                 f"can't be padded to {num_rows}",
             )
-        one_each = torch.arange(1, count + 1, dtype=torch.int32)
+        one_each = torch.arange(1, count + 1, dtype=torch.int32, device="cpu")
         once, none = torch.ones_like(one_each), torch.zeros_like(one_each)
         more = {
             "qo_indptr": one_each + self.qo_indptr[-1],

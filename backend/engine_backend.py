@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvproof.allocator import BlockManager, Sequence
+from kvproof.allocator import BlockManager, InvalidArgument, Sequence
 from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec
 from kvproof.backend.graphs import FixedStep
 from kvproof.backend.runner import Step
@@ -35,8 +35,11 @@ class EngineBackend:
     def __init__(
         self, spec: CacheSpec, *, attention: str | AttentionBackend = AUTO, prefix_caching: bool = True
     ) -> None:
+        """`attention` is the name of a backend, or one that was made for `spec`: any other raises `InvalidArgument`."""
         self.spec = spec
         self.attention = select(attention, spec)(spec) if isinstance(attention, str) else attention
+        if self.attention.spec != spec:
+            raise InvalidArgument(f"the attention backend was made for {self.attention.spec}, not for {spec}")
         sizes = self.attention.graph_sizes
         self.manager = BlockManager(
             spec.num_blocks,
