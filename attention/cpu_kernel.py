@@ -18,14 +18,18 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvproof.attention.errors import NotPlanned
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import CacheSpec
 
@@ -57,13 +61,31 @@ class Plan(ctypes.Structure):
     ]
 
 
+class Planned(NamedTuple):
+    """A step for the kernel. `plan` points into `arrays`, which are copies: what a caller does to its own batch later
+    must not decide where memory is written."""
+
+    rows: int
+    tokens: int
+    most_threads: int
+    plan: Plan
+    slots: NDArray[np.int32]
+    arrays: tuple[object, ...]
+
+
 class DecodeKernel:
-    """Attention of a step's decodes, and the writing of all its keys and values, on one cache."""
+    """Attention of a step's decodes, and the writing of all its keys and values, on one cache.
+
+    Calls from several threads take turns.
+    """
 
     @classmethod
     def create(cls, spec: CacheSpec, kv_cache: Tensor) -> DecodeKernel | None:
         """The kernel on the cache of `spec`, or None where this machine or this cache has none."""
-        if os.environ.get("KVPROOF_NO_KERNEL") == "1" or kv_cache.device.type != "cpu" or spec.dtype not in DTYPES:
+        plain = spec.cache_dtype is None and spec.window is None and spec.soft_cap is None
+        if not plain or kv_cache.device.type != "cpu" or spec.dtype not in DTYPES:
+            return None
+        if os.environ.get("KVPROOF_NO_KERNEL") == "1":
             return None
         library = load()
         return None if library is None else cls(library, spec, kv_cache)
@@ -79,48 +101,53 @@ class DecodeKernel:
             spec.layout == "HND",
             spec.softmax_scale,
         )
-        self._layers = [layer.data_ptr() for layer in kv_cache]
+        self._layers = kv_cache.unbind()  # their addresses are asked for at each call: a cache may move
         self._token_bytes = 2 * spec.num_kv_heads * spec.head_size * kv_cache.element_size()
         self._span_bytes = library.kvproof_span_bytes(self._shape)
-        self._work = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+        self._planned: Planned | None = None
 
     def plan(self, batch: BatchPlan) -> None:
         """Prepare a validated batch: the first `num_decodes` rows are those to attend for."""
         rows = batch.num_decodes
-        seq_lens = batch.seq_lens.numpy()[:rows]
-        spans = -(-seq_lens // self._library.kvproof_span_tokens())
+        kv_indptr, kv_indices, seq_lens, slots = (
+            array.numpy().copy() for array in (batch.kv_indptr, batch.kv_indices, batch.seq_lens, batch.slot_mapping)
+        )
+        spans = -(-seq_lens[:rows] // self._library.kvproof_span_tokens())
         span_indptr = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(spans, out=span_indptr[1:])
         num_spans = int(span_indptr[-1])
         span_rows = np.repeat(np.arange(rows, dtype=np.int32), spans)
-        if num_spans * self._span_bytes > self._work.numel():
-            self._work = torch.empty(num_spans * self._span_bytes, dtype=torch.uint8)
-        self._arrays = (span_indptr, span_rows, spans, batch)  # the plan only points at them
-        self._plan = Plan(
-            num_spans,
-            span_indptr.ctypes.data,
-            span_rows.ctypes.data,
-            batch.kv_indptr.data_ptr(),
-            batch.kv_indices.data_ptr(),
-            batch.seq_lens.data_ptr(),
-            spans.ctypes.data,
-            self._work.data_ptr(),
-        )
-        self._rows, self._tokens, self._slots = rows, batch.num_tokens, batch.slot_mapping.data_ptr()
-        self._most_threads = 1 + int(seq_lens.sum()) * self._token_bytes // THREAD_BYTES
+        work = torch.empty(num_spans * self._span_bytes, dtype=torch.uint8, device="cpu")  # aligned, as it must be
+        arrays = (span_indptr, span_rows, kv_indptr, kv_indices, seq_lens, spans)
+        plan = Plan(num_spans, *(array.ctypes.data for array in arrays), work.data_ptr())
+        most_threads = 1 + int(seq_lens[:rows].sum()) * self._token_bytes // THREAD_BYTES
+        with self._lock:
+            self._planned = Planned(rows, batch.num_tokens, most_threads, plan, slots, (*arrays, work))
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write all tokens' k and v [T, num_kv_heads, head_size] to their slots."""
         k, v = self._packed(k), self._packed(v)
-        self._library.kvproof_write(self._shape, self._tokens, self._slots, self._layers[layer], *_rows(k), *_rows(v))
+        with self._lock:
+            step = self._step(len(k))
+            slots, cache = step.slots.ctypes.data, self._layers[layer].data_ptr()
+            self._library.kvproof_write(self._shape, step.tokens, slots, cache, *_rows(k), *_rows(v))
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of the decodes, which are the first of q's tokens: [num_decodes, num_heads, head_size]."""
         q = self._packed(q)
-        out = q.new_empty((self._rows, *q.shape[1:]))
-        threads = min(_threads(), self._most_threads)
-        self._library.kvproof_decode(self._shape, self._plan, threads, self._layers[layer], *_rows(q), out.data_ptr())
+        with self._lock:
+            step = self._step(len(q))
+            out = q.new_empty((step.rows, *q.shape[1:]))
+            threads, cache = min(_threads(), step.most_threads), self._layers[layer].data_ptr()
+            self._library.kvproof_decode(self._shape, step.plan, threads, cache, *_rows(q), out.data_ptr())
         return out
+
+    def _step(self, num_tokens: int) -> Planned:
+        """The planned step, which must be of so many tokens: memory behind others would be read."""
+        if self._planned is None or self._planned.tokens != num_tokens:
+            raise NotPlanned(f"there are {num_tokens} tokens, and the last plan was of another step")
+        return self._planned
 
     def _packed(self, x: Tensor) -> Tensor:
         """With each token's heads in one piece; tokens may be apart, as in a slice of fused projections."""
@@ -191,6 +218,8 @@ def _is_intact(library: Path) -> bool:
 def _own_folder() -> Path:
     """The cache folder. Raises `OSError` if others could put a library there."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvproof")
+    if not folder.is_absolute():  # nobody's home, or a variable that the specification says to ignore
+        raise OSError(f"there is no folder to keep it in: {folder} is relative")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:

@@ -109,7 +109,8 @@ class FlashInferAttention(AttentionBackend):
         None with a window: the entries of blocks that left it name the null block, which is the padding's then.
         """
         at = bisect_left(self.graph_sizes, batch.num_rows)
-        if self.spec.window is not None or at == len(self.graph_sizes) or batch.num_decodes < batch.num_rows or self._shared_blocks(batch):
+        too_many = at == len(self.graph_sizes) or batch.num_decodes < batch.num_rows
+        if self.spec.window is not None or too_many or self._shared_blocks(batch):
             return None
         rows = self.graph_sizes[at]
         blocks = batch.kv_indices.numel() + rows - batch.num_rows

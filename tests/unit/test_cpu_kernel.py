@@ -9,12 +9,14 @@ import random
 import shutil
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from kvproof.attention import BatchPlan, CacheSpec, cpu_kernel
+from kvproof.attention import BatchPlan, CacheSpec, NotPlanned, cpu_kernel
 from kvproof.attention.torch_paged import TorchAttention
 
 SMALL = "int answer(void) { return 42; }"
@@ -267,5 +269,80 @@ def test_a_longer_batch_gets_more_room_for_its_sums() -> None:
     fresh.plan(BatchPlan.build([table], [int(plan.seq_lens[0])], [1], 16))
     assert torch.equal(fresh.run(0, q[:1], k[:1], v[:1]), right[:1])
     fresh.plan(plan)
-    assert fresh._kernel._work.numel() == whole._kernel._work.numel()
+    assert fresh._kernel._planned is not None
+    assert whole._kernel._planned is not None
+    assert fresh._kernel._planned.plan.num_spans == whole._kernel._planned.plan.num_spans
     assert torch.equal(fresh.run(0, q, k, v), right)
+
+
+def planned() -> tuple[TorchAttention, BatchPlan]:
+    shape = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_size": 32}
+    spec = CacheSpec(**shape, num_blocks=8, block_size=4, dtype="float32")
+    backend = TorchAttention(spec)
+    batch = BatchPlan.build([array("i", [3, 5])], [6], [1], 4)
+    backend.plan(batch)
+    return backend, batch
+
+
+def one_token() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 32, generator=generator) for heads in (4, 2, 2))
+    return q, k, v
+
+
+def test_what_a_caller_does_to_its_arrays_later_decides_nothing() -> None:
+    """Else memory outside the cache would be written and read."""
+    backend, batch = planned()
+    expected = backend.run(0, *one_token()).clone()
+    for name in ("slot_mapping", "kv_indices", "kv_indptr", "seq_lens"):
+        getattr(batch, name).fill_(2**30)
+    assert torch.equal(backend.run(0, *one_token()), expected)
+
+
+def test_the_cache_is_found_where_it_has_moved_to() -> None:
+    backend, _ = planned()
+    expected = backend.run(0, *one_token()).clone()
+    backend.cache.zero_()
+    backend.cache.share_memory_()
+    assert torch.equal(backend.run(0, *one_token()), expected)
+    assert backend.cache.any()
+
+
+def test_another_default_device_changes_nothing() -> None:
+    expected = planned()[0].run(0, *one_token()).clone()
+    inputs = one_token()
+    torch.set_default_device("meta")
+    try:
+        backend, _ = planned()
+        result = backend.run(0, *inputs)
+    finally:
+        torch.set_default_device("cpu")
+    assert torch.equal(result, expected)
+
+
+def test_a_step_that_is_not_the_planned_one_reads_nothing() -> None:
+    backend, _ = planned()
+    assert backend._kernel is not None
+    q, k, v = (x.repeat(2, 1, 1) for x in one_token())
+    with pytest.raises(NotPlanned, match="there are 2 tokens, and the last plan was of another step"):
+        backend._kernel.attend(0, q)
+    with pytest.raises(NotPlanned):
+        backend._kernel.write(0, k, v)
+
+
+def test_threads_take_turns() -> None:
+    backend, _ = planned()
+    kernel = backend._kernel
+    assert kernel is not None
+    expected = backend.run(0, *one_token()).clone()
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: kernel.attend(0, one_token()[0]), range(200)))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_relative_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    with pytest.raises(OSError, match="here/kvproof is relative"):
+        cpu_kernel._own_folder()
+    assert list(tmp_path.iterdir()) == []
