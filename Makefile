@@ -7,7 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # "fuzz/." and not "fuzz", which is a target.
 PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/models fuzz/. fuzz/conformance fuzz/machines fuzz/spec
 
-.PHONY: help demo test bench fuzz mutants spec spec-full lint types fmt dev clean
+ALLOCATOR_TESTS := $(patsubst %,tests/unit/test_%.py,audit batch compat compat_machine events exception_safety field_failures \
+	index manager manager_machine policy pool sequence shared_blocks snapshot stats)
+
+.PHONY: help demo test test-pure bench fuzz mutants spec spec-full lint types fmt dev clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +26,9 @@ demo: dev ## generate text with a real model, twice, the second time from the pr
 
 test: dev ## the whole test suite
 	$(BIN)/python -m pytest
+
+test-pure: dev ## the allocator's tests without its compiled loops
+	KVPROOF_PURE=1 $(BIN)/python -m pytest $(ALLOCATOR_TESTS)
 
 bench: dev ## benchmarks, each beside its peer in the same run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds -s

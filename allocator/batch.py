@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvproof.allocator import loops
@@ -284,4 +283,5 @@ class DecodeBatch:
         self._tables, self._num_columns = tables, num_columns
 
 
-_row = attrgetter("_row")
+def _row(seq: Sequence) -> int:
+    return seq._row
