@@ -98,7 +98,8 @@ class DecodeBatch:
         end = num_blocks * manager.block_size
         if not manager._reserve(seq, end if seq.max_length is None else min(end, seq.max_length)):
             return False
-        seq._batch, seq._row, seq._settled_at = self, len(self._rows), self._num_steps
+        seq._batch = self  # pyright: ignore[reportAttributeAccessIssue] - by folder, it sees this class twice
+        seq._row, seq._settled_at = len(self._rows), self._num_steps
         self._rows.append(seq)
         self._write_row(seq)
         self._schedule(seq)

@@ -85,7 +85,8 @@ class PrefixIndex:
             self._younger[older] = place
         self._child[above] = place
         if self._events is not None:
-            self._events.stored(Node(self, node), Node(self, parent))
+            # By folder, pyright sees this class twice.
+            self._events.stored(Node(self, node), Node(self, parent))  # pyright: ignore[reportArgumentType]
         return node
 
     def carry(self, block: int, node: int) -> None:
@@ -199,7 +200,7 @@ class PrefixIndex:
 
     def _forget(self, node: int) -> None:
         if self._events is not None:
-            self._events.removed(Node(self, node))
+            self._events.removed(Node(self, node))  # pyright: ignore[reportArgumentType]
         place = node & _PLACE
         bucket, after = self._hash[place] & len(self._buckets) - 1, self._collision[place]
         first = self._buckets[bucket]

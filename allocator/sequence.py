@@ -67,7 +67,7 @@ class Sequence:
 
     def __len__(self) -> int:
         if self._batch is not None:
-            self._batch._look_at(self)
+            self._batch._look_at(self)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
         return len(self._tokens)
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class Sequence:
     @property
     def num_computed(self) -> int:
         if self._batch is not None:
-            self._batch._look_at(self)
+            self._batch._look_at(self)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
         return self._num_computed
 
     @property
@@ -100,7 +100,7 @@ class Sequence:
     def tokens(self, start: int = 0, stop: int | None = None) -> array[int]:
         """A copy of the token ids from `start` to `stop`, as int32."""
         if self._batch is not None:
-            self._batch._look_at(self)
+            self._batch._look_at(self)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
         return self._tokens[start:stop]
 
     def key(self, i: int, block_size: int) -> bytes:

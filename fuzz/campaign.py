@@ -248,7 +248,8 @@ class Campaign:
                 getattr(total, counter).update(answer[counter])
             states.update(answer["states"])
             total.growth.append((total.examples, len(states)))
-            total.slowest = sorted([*total.slowest, *map(tuple, answer["slowest"])], key=lambda slow: -slow[0])[:5]
+            slowest = total.slowest + [(seconds, steps) for seconds, steps in answer["slowest"]]
+            total.slowest = sorted(slowest, key=lambda slow: -slow[0])[:5]
             total.error, total.program = answer["error"], answer["program"]
         return total
 

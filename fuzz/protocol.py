@@ -20,9 +20,11 @@ class Pool(Protocol):
     @property
     def num_free(self) -> int:
         """Blocks without an owner."""
+        ...
 
     def take(self, n: int) -> Sequence[int]:
         """`n` blocks without an owner, whose only owner is the caller now; refused if there are fewer."""
+        ...
 
     def share(self, block: int) -> None:
         """One owner more."""
@@ -32,6 +34,7 @@ class Pool(Protocol):
 
     def refs(self, block: int) -> int:
         """How many owners `block` has."""
+        ...
 
 
 class Allocator(Protocol):
@@ -40,21 +43,26 @@ class Allocator(Protocol):
     @property
     def num_free(self) -> int:
         """Blocks that no sequence has."""
+        ...
 
     def allocate(self, tokens: list[int]) -> Any:
         """A sequence with slots for `tokens`, or None when they don't fit now."""
+        ...
 
     def num_cached(self, seq: Any) -> int:
         """How many leading tokens need not be computed, since the prefix cache had them when `seq` was allocated."""
+        ...
 
     def written(self, seq: Any) -> None:
         """The KV of every token of `seq` has been written."""
 
     def append(self, seq: Any, tokens: list[int]) -> bool:
         """Slots for more tokens, sampled after `written`; False when they don't fit now."""
+        ...
 
     def table(self, seq: Any) -> Sequence[int]:
         """The blocks of `seq` in order."""
+        ...
 
     def free(self, seq: Any) -> None:
         """`seq` is no more; a second time is refused, or changes nothing."""

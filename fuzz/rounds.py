@@ -140,7 +140,7 @@ def run_round(job: RoundJob) -> Answer:
         deadline=None,
         report_multiple_bugs=False,
         print_blob=False,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType] - its metaclass confuses it
     )
     test: Any = get_state_machine_test(counted(machine, tally, abstraction(job.machine, machine)), settings=configured)
     test._hypothesis_internal_use_seed = job.seed  # what @seed does, which would also take the database away
