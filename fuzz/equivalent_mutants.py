@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_GROWS = "more = bytes(self._next.itemsize * (place + place // 2 + 1 - len(self._next)))"
+_GROWS = "more = array('i', bytes(self._next.itemsize * (place + place // 2 + 1 - len(self._next))))"
 _REBUILDS = "if len(self._heap) > 2 * len(self._entries) + 16:"
 
 _BY_REASON = {

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from kvproof.allocator import BlockManager
-from kvproof.fuzz.machines.harness import SLOTS, ManagerHarness, fingerprint
+from kvproof.fuzz.machines.harness import NUM_SLOTS, SLOTS, ManagerHarness, Pair, fingerprint
+from kvproof.fuzz.model import ModelSequence
 
 
 class DecodeRules(ManagerHarness):
@@ -22,9 +23,17 @@ class DecodeRules(ManagerHarness):
         shift=st.integers(0, 1),
         leaves=st.sampled_from((0, 1, 2, None)),
         lookahead=st.sampled_from((0, 0, 1, 3, 6)),
+        twin=st.booleans(),
     )
     def decode(
-        self, slots: set[int], steps: int, tokens: list[int], shift: int, leaves: int | None, lookahead: int
+        self,
+        slots: set[int],
+        steps: int,
+        tokens: list[int],
+        shift: int,
+        leaves: int | None,
+        lookahead: int,
+        twin: bool,
     ) -> None:
         """Some join the batch, perhaps with slots reserved ahead, and all of it decodes; after `leaves` steps the first
         row leaves. Without `shift` all sample alike, so that equal ones stay equal; with it neighbours never do.
@@ -32,23 +41,36 @@ class DecodeRules(ManagerHarness):
         for slot in sorted(slots):
             if self.slots[slot] not in self.rows:
                 self.join(slot, lookahead)
+        if twin and self.rows:
+            self.join_twin()
         for step in range(steps):
             self.finish_the_longest()
             if step == leaves and len(self.rows) > 1:
                 self.leave(self.rows[0])
             if not self.make_room():
                 break
-            self.step_batch([tokens[step % len(tokens)] ^ (shift * row & 1) for row in range(len(self.rows))])
+            self.step_batch([(tokens[step % len(tokens)] + shift * row) % NUM_SLOTS for row in range(len(self.rows))])
         self.finish_the_longest()
         self.rows_are_those_of_the_model()
 
-    def join(self, slot: int, lookahead: int) -> None:
+    def join_twin(self) -> None:
+        """A sequence of the first row's tokens, which will fill the same blocks in the same steps."""
+        original = self.rows[0].model
+        slot = next((slot for slot in range(NUM_SLOTS) if self.slots[slot] not in self.rows), None)
+        if slot is not None and not original.media and original.computed:
+            self.vacate(slot)
+            *tokens, last = original.tokens
+            real = self.manager.sequence(tokens, namespace=self.rows[0].real.namespace)
+            self.slots[slot] = Pair(real, ModelSequence(original.namespace, tokens))
+            self.join(slot, 0, last)
+
+    def join(self, slot: int, lookahead: int, token: int = 0) -> None:
         pair = self.running(slot)
         seq = pair.model
         self.write(pair)
         self.commit(pair)
         if len(seq.tokens) == seq.computed:
-            self.extend(pair, [0])
+            self.extend(pair, [token])
         if len(seq.tokens) != seq.computed + 1:
             self.refused(lambda: self.batch.add(pair.real), "a sequence that can't decode")
             return
