@@ -95,8 +95,7 @@ class DecodeBatch:
         # To the end of a block, also of slots that were reserved ahead: later ones come by whole blocks.
         num_blocks = manager._blocks_for(max(seq._num_computed + 1, seq._num_reserved))
         self._fit(num_blocks)
-        end = num_blocks * manager.block_size
-        if not manager._reserve(seq, end if seq.max_length is None else min(end, seq.max_length)):
+        if not manager._reserve(seq, manager._within(seq, num_blocks * manager.block_size)):
             return False
         seq._batch = self  # pyright: ignore[reportAttributeAccessIssue] - by folder, it sees this class twice
         seq._row, seq._settled_at = len(self._rows), self._num_steps
@@ -130,7 +129,7 @@ class DecodeBatch:
             self._rows[last._row] = last
             self._write_row(last)
         seq._batch = None
-        self._manager._give_up_slots(seq)
+        self._manager._keep_slots(seq, seq._num_computed)
 
     def reserve(self) -> list[Sequence]:
         """Give every row a slot for its next token, in order, and return those for which the pool has no block.

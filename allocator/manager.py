@@ -217,7 +217,7 @@ class BlockManager:
         self._movable(seq)
         if type(n) is type(lookahead) is int and lookahead == 0 <= n <= seq._num_reserved - seq._num_computed:
             return True
-        limit = MAX_LENGTH if seq.max_length is None else seq.max_length
+        limit = self._within(seq, MAX_LENGTH)
         require_int("n", n, 0, limit - seq._num_computed)
         require_int("lookahead", lookahead, 0, MAX_LENGTH)
         return self._reserve(seq, min(seq._num_computed + n + lookahead, limit))
@@ -245,7 +245,7 @@ class BlockManager:
             raise SequenceStateError(f"{seq} can't be forked: it has reserved slots that are not computed")
         self._lifetime(seq)
         child = seq._fork()
-        self._share(self._real(seq._table))
+        self.pool.share_all(self._real(seq._table))
         self._admitted[child] = None
         return child
 
@@ -262,12 +262,10 @@ class BlockManager:
             visible = slice(self._first_visible(num_computed, self.window), self._blocks_for(num_computed))
             if NULL_BLOCK in seq._table[visible]:
                 raise SequenceStateError(f"{seq} can't be cut to {length}: its window has moved past those blocks")
-        kept = self._blocks_for(num_reserved)
-        dropped, seq._table = seq._table[kept:], seq._table[:kept]
         del seq._tokens[length:], seq._hashes[length // self.block_size :]
         seq.media = clip_media(seq.media, length)
-        seq._num_computed, seq._num_reserved = num_computed, num_reserved
-        self._flights.drop(seq, reversed(self._real(dropped)))
+        seq._num_computed = num_computed
+        self._keep_slots(seq, num_reserved)
 
     def release(self, seq: Sequence) -> None:
         """Give all the sequence's blocks back; what is published stays findable until it is evicted.
@@ -297,7 +295,7 @@ class BlockManager:
         """Keep the sequence's full computed blocks from eviction, whatever becomes of the sequence, until `unpin`."""
         self._admitted_here(seq)
         pin = Pin(tuple(self._real(seq._table[: seq._num_computed // self.block_size])))
-        self._share(pin.blocks)
+        self.pool.share_all(pin.blocks)
         self._pins.add(pin)
         return pin
 
@@ -464,24 +462,20 @@ class BlockManager:
         self._flights.drop(seq, (block,))
         return Merge(entry, block, keeper)
 
-    def _share(self, blocks: Iterable[int]) -> None:
-        self.pool.share_all(list(blocks))
-
     def _add_block(self, seq: Sequence, block: int) -> None:
         """Slots for one block more, for a sequence that has used its last one up."""
         try:
             seq._table.append(block)
         except BufferError:  # someone reads the array through its buffer: it can't grow
             seq._table = seq._table + array("i", (block,))
-        end = seq._num_reserved + self.block_size
-        seq._num_reserved = end if seq.max_length is None else min(end, seq.max_length)
+        seq._num_reserved = self._within(seq, seq._num_reserved + self.block_size)
 
-    def _give_up_slots(self, seq: Sequence) -> None:
-        """Reserve no slot beyond what is computed."""
-        kept = self._blocks_for(seq._num_computed)
+    def _keep_slots(self, seq: Sequence, num_reserved: int) -> None:
+        """Give up the slots beyond so many."""
+        kept = self._blocks_for(num_reserved)
         dropped, seq._table = seq._table[kept:], seq._table[:kept]
-        seq._num_reserved = seq._num_computed
-        self._flights.drop(seq, reversed(dropped))
+        seq._num_reserved = num_reserved
+        self._flights.drop(seq, reversed(self._real(dropped)))
 
     def _count_admission(self, seq: Sequence) -> None:
         if seq._was_admitted:
@@ -510,6 +504,10 @@ class BlockManager:
     def _real(self, table: array[int]) -> list[int]:
         """The blocks that a table names, null entries left out."""
         return [block for block in table if block >= self.pool.num_reserved]
+
+    def _within(self, seq: Sequence, num_tokens: int) -> int:
+        """So many tokens, or the sequence's `max_length`."""
+        return num_tokens if seq.max_length is None else min(num_tokens, seq.max_length)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

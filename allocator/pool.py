@@ -173,8 +173,9 @@ class BlockPool(Generic[Content]):
             self._cached.remove(block)
         self._refs[block] += 1
 
-    def share_all(self, blocks: list[int]) -> None:
+    def share_all(self, blocks: Iterable[int]) -> None:
         """`share` each of them, up to the first that can't be."""
+        blocks = list(blocks)
         done = 0 if loops.compiled is None else loops.compiled.share_run(self, LRU, blocks)
         for block in blocks[done:]:
             self.share(block)

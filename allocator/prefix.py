@@ -70,12 +70,9 @@ class PrefixCache:
         What can fail, such as a hash function, fails here, and nothing has changed.
         """
         self.index.make_room(stop - first + 1)  # one may be a root
-        hashes = self._hashes(seq, first)
+        self._hashes(seq, first)
         keys = seq.keys(first, stop, self.block_size)
-        if loops.compiled is not None and hashes:
-            loops.compiled.chain(self.hash_block, keys, len(hashes) - first, hashes, hashes[-1])
-        for key in keys[len(hashes) - first :]:
-            hashes.append(self.hash_block(key, hashes[-1] if hashes else self._root_hash(seq)))
+        self._chain(seq, first, keys)
         return keys
 
     def publish(self, seq: Sequence, first: int, keys: list[bytes]) -> dict[int, int]:
@@ -166,9 +163,13 @@ class PrefixCache:
         """The chained hashes of the sequence's blocks, at least up to `stop`, each computed once in its life."""
         hashes = seq._hashes
         if len(hashes) < stop:
-            for key in seq.keys(len(hashes), stop, self.block_size):
-                hashes.append(self.hash_block(key, hashes[-1] if hashes else self._root_hash(seq)))
+            self._chain(seq, len(hashes), seq.keys(len(hashes), stop, self.block_size))
         return hashes
 
-    def _root_hash(self, seq: Sequence) -> int:
-        return seq.namespace.root_hash(self.hash_block)
+    def _chain(self, seq: Sequence, first: int, keys: list[bytes]) -> None:
+        """Hash the sequence's blocks from `first` on, of these keys, as far as they are not hashed yet."""
+        hashes = seq._hashes
+        if loops.compiled is not None and hashes:
+            loops.compiled.chain(self.hash_block, keys, len(hashes) - first, hashes, hashes[-1])
+        for key in keys[len(hashes) - first :]:
+            hashes.append(self.hash_block(key, hashes[-1] if hashes else seq.namespace.root_hash(self.hash_block)))

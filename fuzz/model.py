@@ -178,19 +178,16 @@ class ModelManager:
     def truncate(self, seq: ModelSequence, length: int) -> None:
         seq.tokens = seq.tokens[:length]
         seq.media = clip(seq.media, length)
-        seq.computed, seq.reserved = min(seq.computed, length), min(seq.reserved, length)
-        kept = self.blocks_for(seq.reserved)
+        seq.computed = min(seq.computed, length)
+        self.keep_slots(seq, min(seq.reserved, length))
+
+    def keep_slots(self, seq: ModelSequence, reserved: int) -> None:
+        """The others are given up."""
+        kept = self.blocks_for(reserved)
         for block in self.real(seq.table[kept:])[::-1]:
             self.drop(seq, block)
         del seq.table[kept:]
-
-    def give_up_slots(self, seq: ModelSequence) -> None:
-        """Slots that are reserved and not computed."""
-        kept = self.blocks_for(seq.computed)
-        for block in seq.table[kept:][::-1]:
-            self.drop(seq, block)
-        del seq.table[kept:]
-        seq.reserved = seq.computed
+        seq.reserved = reserved
 
     def has_window(self, seq: ModelSequence, computed: int) -> bool:
         """Whether all blocks are there that a token after `computed` others sees."""

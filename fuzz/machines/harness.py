@@ -342,7 +342,7 @@ class ManagerHarness(RuleBasedStateMachine):
         row, last = self.rows.index(pair), self.rows.pop()
         if last is not pair:
             self.rows[row] = last
-        self.model.give_up_slots(pair.model)
+        self.model.keep_slots(pair.model, pair.model.computed)
 
     def release_pair(self, pair: Pair) -> None:
         if pair.model.admitted:

@@ -56,13 +56,13 @@ WRITERS = declared(
             "index.PrefixIndex: __init__ _free _new make_room",
         ],
         "_hashes": [
-            "prefix.PrefixCache: _hashes prepare",
+            "prefix.PrefixCache: _chain _hashes",
             "sequence.Sequence: __init__ _fork",
             "manager.BlockManager: truncate",
         ],
         "_table": [  # block_table hands it out for reading, _write_row copies it
             "sequence.Sequence: __init__ _fork block_table",
-            "manager.BlockManager: _add_block _give_up_slots _leave_window _merge _reserve admit fork release truncate",
+            "manager.BlockManager: _add_block _keep_slots _leave_window _merge _reserve admit fork release",
             "batch.DecodeBatch: _write_row",
         ],
         "_num_computed": [
@@ -72,7 +72,7 @@ WRITERS = declared(
         ],
         "_num_reserved": [
             "sequence.Sequence: __init__",
-            "manager.BlockManager: _add_block _give_up_slots _reserve admit release truncate",
+            "manager.BlockManager: _add_block _keep_slots _reserve admit release",
         ],
         "_flight": [
             "sequence.Sequence: __init__ _fork",
@@ -112,7 +112,7 @@ ELSEWHERE: dict[str, set[str]] = {
 # writes what that function and those that it calls may write.
 COMPILED = {
     "bind": "sequence",  # writes nothing
-    "chain": "prefix.PrefixCache.prepare",
+    "chain": "prefix.PrefixCache._chain",
     "commit_rows": "batch.DecodeBatch._not_compiled",  # which is the loop of `commit`
     "evict_run": "prefix.PrefixCache._evict_run",  # `_evicted` and `BlockPool._take_and_evict`
     "find_run": "prefix.PrefixCache.find",
