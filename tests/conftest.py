@@ -6,8 +6,10 @@ Loaded at import, before a state machine's TestCase takes its settings over from
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile("dev", max_examples=100, deadline=None)
 settings.register_profile(
@@ -19,4 +21,37 @@ settings.register_profile(
     deadline=None,
     stateful_step_count=50,
 )
+# For planted faults: the question is whether they are noticed, not by which example.
+settings.register_profile(
+    "hunt",
+    max_examples=1000,
+    phases=(Phase.generate,),
+    derandomize=True,
+    database=None,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors that are small gain nothing from threads, and lose much where other processes hold the cores."""
+    import torch  # the allocator's tests do without
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tlc() -> None:
+    """Skips where TLC can't run."""
+    from kvproof.fuzz.spec.tlc import TLCUnavailable, tlc_command
+
+    try:
+        tlc_command()
+    except TLCUnavailable as error:
+        pytest.skip(str(error))

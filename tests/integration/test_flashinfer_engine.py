@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,15 +45,11 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 @pytest.fixture(autouse=True)
-def _over_the_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _over_the_double(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     def load_double(group: Group, name: str) -> object:
         return DOUBLES[name] if name in DOUBLES else load(group, name)
 
     monkeypatch.setattr(selection, "load", load_double)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def graphed(runner: ModelRunner, *, num_blocks: int, **options: Any) -> Engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
@@ -25,12 +25,7 @@ from kvproof.fuzz.toy import ToyRunner
 RUNNER = ToyRunner(max_length=48)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def generate(runner: GraphRunner | ToyRunner, attention: AttentionBackend) -> list[list[int]]:

@@ -26,16 +26,7 @@ from kvproof.fuzz.spec.tlc import (
     Verdict,
     check,
     read_design,
-    tlc_command,
 )
-
-
-@pytest.fixture(scope="module")
-def tlc() -> None:
-    try:
-        tlc_command()
-    except TLCUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.usefixtures("tlc")

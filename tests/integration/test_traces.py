@@ -8,17 +8,9 @@ import pytest
 from kvproof.fuzz import planted
 from kvproof.fuzz.explore import HASHES
 from kvproof.fuzz.spec import faults
-from kvproof.fuzz.spec.tlc import TLCUnavailable, read_design, tlc_command
+from kvproof.fuzz.spec.tlc import read_design
 from kvproof.fuzz.spec.traces import Rejection, some_runs, validate
 from kvproof.fuzz.trace import SCOPES, Event, Run, record
-
-
-@pytest.fixture(scope="module")
-def tlc() -> None:
-    try:
-        tlc_command()
-    except TLCUnavailable as error:
-        pytest.skip(str(error))
 
 
 def edited(run: Run, place: int, event: Event) -> Run:

@@ -6,7 +6,7 @@
 import pytest
 
 from kvproof.fuzz.spec.faults import Fault
-from kvproof.fuzz.spec.tlc import TLCUnavailable, Verdict, tlc_command
+from kvproof.fuzz.spec.tlc import Verdict
 from kvproof.fuzz.spec.window import (
     FAULTS,
     INVARIANTS,
@@ -16,14 +16,6 @@ from kvproof.fuzz.spec.window import (
     find,
     read_window_design,
 )
-
-
-@pytest.fixture(scope="module")
-def tlc() -> None:
-    try:
-        tlc_command()
-    except TLCUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.usefixtures("tlc")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
-import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from kvproof.attention import BatchPlan, CacheSpec, InvalidBatch, plan
@@ -17,13 +15,7 @@ from kvproof.fuzz.machines.attention import AttentionMachine
 from kvproof.fuzz.machines.batch import VIOLATIONS, BatchMachine
 from kvproof.fuzz.planted import FAULTS, Fault
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class OnTheReference(AttentionMachine):
@@ -33,16 +25,7 @@ class OnTheReference(AttentionMachine):
 def run(machine: type[RuleBasedStateMachine], examples: int) -> None:
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=25,
-            phases=(Phase.generate,),
-            derandomize=True,
-            database=None,
-            deadline=None,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=settings(settings.get_profile("hunt"), max_examples=examples, stateful_step_count=25),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvproof.fuzz.machines.compat import COMPAT_FAULTS, CompatMachine
@@ -12,15 +12,7 @@ from kvproof.fuzz.planted import Fault
 
 TestCompatMachine = CompatMachine.TestCase
 
-BUDGET = settings(
-    max_examples=1000,
-    phases=(Phase.generate,),
-    derandomize=True,
-    database=None,
-    deadline=None,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+BUDGET = settings.get_profile("hunt")
 
 
 @pytest.mark.usefixtures("capsys")  # it tells every failure's steps

@@ -35,14 +35,7 @@ from kvproof.fuzz.conformance.report import Effort, Result
 from kvproof.fuzz.flashinfer_double import FlashInferOverDouble
 from kvproof.fuzz.toy import ToyRunner
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, and lose much where other processes hold the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class OutOfTree(AttentionBackend):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -24,14 +21,7 @@ from kvproof.fuzz.machines.engine import RUNNER as TOY
 from kvproof.fuzz.machines.engine import EngineMachine, alone
 from kvproof.fuzz.toy import ToyRunner
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are only slowed down by a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 ENDLESS = ToyRunner(max_length=24)  # has no end-of-sequence token

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvproof.attention import InvalidBatch
@@ -14,28 +11,13 @@ from kvproof.fuzz.conformance.faults import MethodFault
 from kvproof.fuzz.machines.engine import ENGINE_FAULTS, MISREAD_PLANS, REFUSED_PLANS, EngineMachine
 from kvproof.fuzz.planted import Fault
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(examples: int) -> None:
     run_state_machine_as_test(
         EngineMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=25,
-            phases=(Phase.generate,),
-            derandomize=True,
-            database=None,
-            deadline=None,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=settings(settings.get_profile("hunt"), max_examples=examples, stateful_step_count=25),
     )
 
 

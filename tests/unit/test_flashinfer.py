@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,13 +36,7 @@ from kvproof.fuzz.flashinfer_double import (
 from kvproof.fuzz.flashinfer_examples import dense, make_spec, run_example
 from kvproof.fuzz.flashinfer_wrappers import DecodeDouble
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 VARIANTS: list[tuple[type[FlashInferOverDouble], dict[str, Any]]] = [

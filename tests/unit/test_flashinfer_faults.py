@@ -5,7 +5,7 @@ Most of these would be silent on a GPU. A driver with one of them must fail with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,7 @@ from kvproof.fuzz.flashinfer_examples import NUM_BLOCKS
 from kvproof.fuzz.flashinfer_plants import Plant, argument, assert_noticed, nothing_waits, wrapper_argument
 from kvproof.fuzz.flashinfer_stream import StreamEvent
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def staged(*indices: int, change: Callable[[Tensor, int], Tensor]) -> Plant:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from kvproof.attention import BatchPlan
@@ -28,13 +27,7 @@ from kvproof.fuzz.flashinfer_double import (
 )
 from kvproof.fuzz.flashinfer_plants import Plant, Variant, argument, assert_noticed, nothing_waits, wrapper_argument
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- CUDA graphs

@@ -228,7 +228,7 @@ class FakePersistentModule:
 
 
 @pytest.fixture(scope="module")
-def wrappers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+def wrappers(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[ModuleType]:
     """The real package, its kernel modules faked and its pinned memory ordinary."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("flashinfer")))  # else the home folder
@@ -246,10 +246,7 @@ def wrappers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             patch.setattr(module, "get_batch_prefill_module", FakeModule)
             patch.setattr(module, "device_support_pdl", lambda _: False)
         patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         yield package
-        torch.set_num_threads(threads)
 
 
 class OverRealWrappers(FlashInferAttention):

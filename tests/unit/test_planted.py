@@ -6,7 +6,7 @@ import contextlib
 import inspect
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from kvproof.allocator import BlockManager, PrefixIndex
@@ -15,15 +15,7 @@ from kvproof.fuzz.machines.manager import ManagerMachine
 from kvproof.fuzz.machines.pool import PoolMachine
 from kvproof.fuzz.planted import FAULTS, INDEX_FAULTS, POOL_FAULTS, Fault
 
-BUDGET = settings(
-    max_examples=1000,
-    phases=(Phase.generate,),
-    derandomize=True,
-    database=None,
-    deadline=None,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+BUDGET = settings.get_profile("hunt")
 
 
 ALL_FAULTS = [
