@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvproof.fuzz.spec.checks import Check
 from kvproof.fuzz.spec.scopes import scope_named
 from kvproof.fuzz.spec.tlc import INVARIANTS, PROPERTIES, Verdict, check, read_design
 
@@ -39,6 +40,17 @@ def find(fault: Fault) -> Verdict:
     properties = [name for name in PROPERTIES if name == fault.violates]
     design = fault.plant(read_design())
     return check(scope_named(fault.scope), hash=fault.hash, invariants=invariants, properties=properties, design=design)
+
+
+def fault_check(subject: str, fault: Fault, found: Verdict) -> Check:
+    """Whether TLC `found` in the faulty design what the fault violates."""
+    return Check(
+        what=f"{subject}: {found.violated} violated in {len(found.trace) - 1} steps",
+        right=found.violated == fault.violates,
+        detail=f"{fault.violates} is what it should violate",
+        states=found.graph.states,
+        transitions=found.graph.transitions,
+    )
 
 
 FAULTS = (

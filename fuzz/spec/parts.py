@@ -58,14 +58,7 @@ def proof(full: bool) -> Iterator[Check]:
 
 def faults_in_the_design(full: bool) -> Iterator[Check]:
     for fault in faults.FAULTS:
-        verdict = faults.find(fault)
-        yield Check(
-            what=f"{fault}, at {fault.scope}: {verdict.violated} violated in {len(verdict.trace) - 1} steps",
-            right=verdict.violated == fault.violates,
-            detail=f"{fault.violates} is what it should violate",
-            states=verdict.graph.states,
-            transitions=verdict.graph.transitions,
-        )
+        yield faults.fault_check(f"{fault}, at {fault.scope}", fault, faults.find(fault))
 
 
 def faults_in_the_code(full: bool) -> Iterator[Check]:

@@ -7,19 +7,15 @@ state on the way. What TLC starts from is allocator/spec/TraceKV.tla.
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle, groupby, zip_longest
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from kvproof.fuzz.canonical import SequenceState, State
 from kvproof.fuzz.explore import HASHES
 from kvproof.fuzz.spec.checks import Check
 from kvproof.fuzz.spec.scopes import Scope
-from kvproof.fuzz.spec.tlc import INVARIANTS, PROPERTIES, SPECIFICATION, TLCFailed, _config, tlc_command
+from kvproof.fuzz.spec.tlc import INVARIANTS, PROPERTIES, configuration, constants_of, failure, run_module, set_of
 from kvproof.fuzz.trace import SCOPES, Event, Run, record
 from kvproof.fuzz.world import Action
 
@@ -82,29 +78,8 @@ def _validate(scope: Scope, runs: list[Run], design: str | None, timeout: float)
     texts = {"TraceData.tla": _module(scope, runs), "TraceKV.cfg": _trace_config(scope)}
     if design is not None:
         texts["PagedKV.tla"] = design
-    try:
-        code, output = run_module("TraceKV", texts, deadlocks=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"TLC has not followed the runs at {scope} within {timeout:g} s") from None
-    return _verdict(code, output, runs)
-
-
-def run_module(module: str, texts: Mapping[str, str], *, deadlocks: bool, timeout: float) -> tuple[int, str]:
-    """TLC's exit code and output for `module` of the specification, with `texts` beside or in the place of its files.
-
-    Whether `deadlocks` are errors is for the caller to say. Raises `TLCUnavailable` and `subprocess.TimeoutExpired`.
-    """
-    command = [{"Invariants": module, "Invariants.cfg": f"{module}.cfg"}.get(word, word) for word in tlc_command()]
-    if deadlocks:
-        command.remove("-deadlock")  # which says that they are none
-    with TemporaryDirectory(prefix="tlc-") as folder:
-        for file in SPECIFICATION.glob("*.tla"):
-            shutil.copy(file, folder)
-        for name, text in texts.items():
-            Path(folder, name).write_text(text)
-        command.insert(1, f"-Djava.io.tmpdir={folder}")  # where TLC unpacks its standard modules
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
-    return run.returncode, run.stdout
+    late = f"TLC has not followed the runs at {scope}"
+    return _verdict(*run_module("TraceKV", texts, deadlocks=True, timeout=timeout, late=late), runs)
 
 
 def _verdict(code: int, output: str, runs: list[Run]) -> Rejection | None:
@@ -113,8 +88,7 @@ def _verdict(code: int, output: str, runs: list[Run]) -> Rejection | None:
         return None
     places = re.findall(r"^/\\ trace_(?:run|event) = (\d+)$", output, re.M)
     if code not in (_DEADLOCK, _INVARIANT_VIOLATED, _PROPERTY_VIOLATED) or len(places) < 2:
-        error = re.search(r"^(?:Error: |\*\*\*).*(?:\n.+)?", output, re.M)
-        raise TLCFailed(f"TLC exited with {code}: {error.group() if error else output[-500:]}")
+        raise failure(code, output)
     run, following = (int(number) - 1 for number in places[-2:])  # in the last state of the counterexample
     if code != _DEADLOCK:
         return Rejection(run, following - 1, re.findall(r"^Error: (.* is violated)", output, re.M)[0])
@@ -128,8 +102,8 @@ def _verdict(code: int, output: str, runs: list[Run]) -> Rejection | None:
 
 
 def _trace_config(scope: Scope) -> str:
-    lines = _config(scope, "Perfect", INVARIANTS, PROPERTIES, with_memory=True).splitlines()
-    return "\n".join(["SPECIFICATION Trace", *lines[1:], *(f"CONSTANT {name} = {name}" for name in _names(scope))])
+    constants = {**constants_of(scope), **{name: name for name in _names(scope)}}
+    return configuration(constants, INVARIANTS, PROPERTIES, "CONSTANT Hash <- Perfect", behaviours="Trace")
 
 
 def _names(scope: Scope) -> list[str]:
@@ -164,7 +138,7 @@ def _shown(state: State) -> str:
         {
             "seq": _graph((f"s{s}", _sequence(seq)) for s, seq in enumerate(state.seqs)),
             "refs": _graph(enumerate(state.refs)),
-            "index": _set(_value((*prefix, blocks)) for prefix, blocks in state.index),
+            "index": set_of(_value((*prefix, blocks)) for prefix, blocks in state.index),
             "free": _value(state.free),
             "lru": _value(state.cached),
             "flights": _value(state.parked),
@@ -185,11 +159,7 @@ def _value(value: object) -> str:
 
 
 def _graph(pairs: Iterable[tuple[object, object]]) -> str:
-    return _set(map(_value, pairs))
-
-
-def _set(elements: Iterable[str]) -> str:
-    return "{" + ", ".join(elements) + "}"
+    return set_of(map(_value, pairs))
 
 
 def _tuple(elements: Iterable[str]) -> str:

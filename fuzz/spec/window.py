@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvproof.fuzz.spec.checks import Check
-from kvproof.fuzz.spec.faults import Fault
+from kvproof.fuzz.spec.faults import Fault, fault_check
 from kvproof.fuzz.spec.scopes import Graph
-from kvproof.fuzz.spec.tlc import SPECIFICATION, Verdict, _set, _verdict
-from kvproof.fuzz.spec.traces import run_module
+from kvproof.fuzz.spec.tlc import SPECIFICATION, Verdict, configuration, read_verdict, run_module, set_of
 
 INVARIANTS = ("Present", "Reads", "Shape", "References", "NullUnused")
 PROPERTIES = ("GivenBack",)
@@ -170,10 +168,7 @@ def check_window(
     texts = {"WindowKV.cfg": _window_config(scope, invariants, properties)}
     if design is not None:
         texts["WindowKV.tla"] = design
-    try:
-        return _verdict(*run_module("WindowKV", texts, deadlocks=False, timeout=timeout))
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"TLC has not finished scope {scope} within {timeout:g} s") from None
+    return read_verdict(*run_module("WindowKV", texts, timeout=timeout, late=f"TLC has not finished scope {scope}"))
 
 
 def find(fault: Fault) -> Verdict:
@@ -198,27 +193,18 @@ def checks(full: bool) -> Iterator[Check]:
                 transitions=verdict.graph.transitions,
             )
     for fault in FAULTS if full else ():
-        verdict = find(fault)
-        yield Check(
-            what=f"{fault}: {verdict.violated} violated in {len(verdict.trace) - 1} steps",
-            right=verdict.violated == fault.violates,
-            detail=f"{fault.violates} is what it should violate",
-            states=verdict.graph.states,
-            transitions=verdict.graph.transitions,
-        )
+        yield fault_check(str(fault), fault, find(fault))
 
 
 def _window_config(scope: WindowScope, invariants: Iterable[str], properties: Iterable[str]) -> str:
     constants = {
-        "Blocks": _set(["null", *(f"b{i}" for i in range(scope.num_blocks))]),
+        "Blocks": set_of(["null", *(f"b{i}" for i in range(scope.num_blocks))]),
         "Null": "null",
         "None": "None",
         "BlockSize": scope.block_size,
         "Window": scope.window,
-        "Seqs": _set(f"s{i}" for i in range(scope.num_seqs)),
-        "Tokens": _set(range(scope.num_tokens)),
+        "Seqs": set_of(f"s{i}" for i in range(scope.num_seqs)),
+        "Tokens": set_of(range(scope.num_tokens)),
         "MaxLen": scope.max_length,
     }
-    lines = ["SPECIFICATION Spec", *(f"CONSTANT {name} = {value}" for name, value in constants.items())]
-    lines += [f"INVARIANT {name}" for name in invariants] + [f"PROPERTY {name}" for name in properties]
-    return "\n".join([*lines, "SYMMETRY Symmetry", "VIEW View"])
+    return configuration(constants, invariants, properties, "SYMMETRY Symmetry", "VIEW View")
