@@ -159,8 +159,7 @@ class AttentionBackend(ABC):
         else, and `NotPlanned` before the first `plan`; the cache is then unchanged.
         """
         spec, tokens = self.spec, self.batch.num_tokens
-        if not 0 <= layer < spec.num_layers:
-            raise InvalidArgument(f"layer is {layer}; it must be 0 to {spec.num_layers - 1}")
+        self._check_layer(layer)
         self._check("q", q, (tokens, spec.num_heads, spec.head_size))
         self._check("k", k, (tokens, spec.num_kv_heads, spec.head_size))
         self._check("v", v, (tokens, spec.num_kv_heads, spec.head_size))
@@ -187,6 +186,10 @@ class AttentionBackend(ABC):
         index = torch.tensor((sources, destinations), device=self.cache.device)
         cache = _movable(self.cache)
         cache.index_copy_(1, index[1], cache.index_select(1, index[0]))
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.spec.num_layers:
+            raise InvalidArgument(f"layer is {layer}; it must be 0 to {self.spec.num_layers - 1}")
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, int, int]) -> None:
         if tensor.shape != shape:

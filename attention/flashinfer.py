@@ -14,7 +14,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvproof.allocator.errors import InvalidArgument
 from kvproof.attention.base import AttentionBackend, Capabilities
 from kvproof.attention.errors import BackendUnavailable
 from kvproof.attention.flashinfer_cascade import common_prefix
@@ -108,13 +107,8 @@ class FlashInferAttention(AttentionBackend):
 
         None with a window: the entries of blocks that left it name the null block, which is the padding's then.
         """
-        at = bisect_left(self.graph_sizes, batch.num_rows)
-        too_many = at == len(self.graph_sizes) or batch.num_decodes < batch.num_rows
-        if self.spec.window is not None or too_many or self._shared_blocks(batch):
-            return None
-        rows = self.graph_sizes[at]
-        blocks = batch.kv_indices.numel() + rows - batch.num_rows
-        return rows if blocks <= self._buffers.capacity else None
+        rows = self._graph_size(batch)
+        return None if rows is None or self._shared_blocks(batch) else rows
 
     def attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """`run` without the write, and beside its result the log-sum-exp of each query's scores.
@@ -122,26 +116,36 @@ class FlashInferAttention(AttentionBackend):
         The latter is float32 [T, num_heads], a natural logarithm: what merges attention over parts of a sequence.
         Raises `InvalidArgument` on a layer that does not exist or a q that does not fit, and `NotPlanned`.
         """
-        if not 0 <= layer < self.spec.num_layers:
-            raise InvalidArgument(f"layer is {layer}; it must be 0 to {self.spec.num_layers - 1}")
+        self._check_layer(layer)
         self._check("q", q, (self.batch.num_tokens, self.spec.num_heads, self.spec.head_size))
         out, lse = self._empty(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         self._lane.run(q.contiguous(), self.cache[layer], out, lse)
         return out, lse.mul_(math.log(2))  # FlashInfer's is base 2
 
     def _plan(self, batch: BatchPlan) -> None:
-        if self.graph_rows(batch) == batch.num_rows:
+        shared_blocks = self._shared_blocks(batch)
+        if not shared_blocks and self._graph_size(batch) == batch.num_rows:
             lane: Lane = self._graph_lanes[batch.num_rows]
             lane.plan(batch)
         else:
             # The lane of the step before last. Should it refuse, the last one's plan stands.
             lane = self._lanes[0]
-            lane.plan(batch, self._shared_blocks(batch))
+            lane.plan(batch, shared_blocks)
             self._lanes.rotate(-1)
         self._lane = lane
 
     def _place_tokens(self, batch: BatchPlan) -> Tensor:
         return self._lane.tokens
+
+    def _graph_size(self, batch: BatchPlan) -> int | None:
+        """`graph_rows` of a step whose decodes do not read a common prefix together."""
+        at = bisect_left(self.graph_sizes, batch.num_rows)
+        too_many = at == len(self.graph_sizes) or batch.num_decodes < batch.num_rows
+        if self.spec.window is not None or too_many:
+            return None
+        rows = self.graph_sizes[at]
+        blocks = batch.kv_indices.numel() + rows - batch.num_rows
+        return rows if blocks <= self._buffers.capacity else None
 
     def _shared_blocks(self, batch: BatchPlan) -> int:
         """Blocks of the common prefix that the decodes are to read together."""

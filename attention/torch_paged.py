@@ -58,7 +58,7 @@ class _Call:
 class TorchAttention(AttentionBackend):
     """Batches rows of equal query length and similar sequence length, so that padding is bounded.
 
-    Memory beyond the cache: one call's gather (1 MiB, or one sequence if that is longer), and for prefill
+    Memory beyond the cache: one call's gather (`GATHER_BYTES`, or one sequence if that is longer), and for prefill
     with context before it a mask of query_len x seq_len elements.
     """
 
