@@ -8,7 +8,7 @@ invariant is checked after every call, and a violation comes with a shortest seq
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +78,15 @@ class Explorer:
             actions.append(edge.action)
             state = edge.source
         return tuple(reversed(actions))
+
+    def follow(self, actions: Iterable[tuple[str, tuple[object, ...]]]) -> None:
+        """Check what `edges` does on the way along `actions`, up to one that is refused. Raises `Broken`."""
+        saved = pickle.dumps(self._initial)
+        for action in actions:
+            worlds = (world for edge, world in self._expand(saved) if tuple(edge.action) == action)
+            if (world := next(worlds, None)) is None:
+                return
+            saved = pickle.dumps(world)
 
     def _expand(self, saved: bytes) -> Iterator[tuple[Edge, World]]:
         world: World = pickle.loads(saved)

@@ -27,11 +27,8 @@ from kvproof.fuzz.flashinfer_stream import Stream
 from kvproof.fuzz.flashinfer_wrappers import doubles
 
 
-class FlashInferOverDouble(FlashInferAttention):
-    """The driver over the double, on the CPU, for the dtypes and head sizes that it has on a GPU."""
-
-    workspace_bytes = 2**24  # every new driver zeroes it
-    lazy: ClassVar[bool] = False
+class FlashInferOnCPU(FlashInferAttention):
+    """The driver on the CPU, for the dtypes and head sizes that it has on a GPU. What it drives is a subclass's."""
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -40,6 +37,13 @@ class FlashInferOverDouble(FlashInferAttention):
     @classmethod
     def probe(cls) -> None:
         """Runs everywhere."""
+
+
+class FlashInferOverDouble(FlashInferOnCPU):
+    """The driver over the double."""
+
+    workspace_bytes = 2**24  # every new driver zeroes it
+    lazy: ClassVar[bool] = False
 
     def _kernels(self) -> Kernels:
         self.stream = Stream(lazy=self.lazy)

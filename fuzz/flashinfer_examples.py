@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec
+from kvproof.fuzz.dense import Sequence, dense
 from kvproof.fuzz.flashinfer_double import FlashInferOverDouble
 
 NUM_BLOCKS = 300
@@ -53,43 +53,9 @@ def random_spec(random: Random, **fixed: Any) -> CacheSpec:
     return make_spec(**fields)
 
 
-def dense(spec: CacheSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of one whole sequence in float64, and the natural log-sum-exp of its scores."""
-    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-    k, v = (x.repeat_interleave(spec.group_size, dim=0) for x in (k, v))
-    scores = (q @ k.transpose(1, 2)) * spec.softmax_scale
-    if spec.soft_cap is not None:
-        scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
-    ones = torch.ones(scores.shape[1:])
-    hidden = ones.triu(1).bool()
-    if spec.window is not None:
-        hidden |= ones.tril(-spec.window).bool()
-    scores = scores.masked_fill(hidden, -math.inf)
-    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).T
-
-
 def kept(spec: CacheSpec, x: Tensor, scale: float) -> Tensor:
     """Keys or values as the cache gives them back: nothing here is too large for 8 bits."""
     return x if spec.cache_dtype is None else (x.float() / scale).to(spec.torch_cache_dtype).double() * scale
-
-
-@dataclass
-class Sequence:
-    """A sequence's queries, keys and values in full, and how many of its tokens have been computed."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    table: array[int]
-    shared: int = 0
-    done: int = 0
-    right: Tensor = field(init=False)
-
-    def share_prefix(self, parent: Sequence, block_size: int) -> None:
-        blocks = min(len(parent.q), len(self.q) - 1) // block_size
-        self.shared = self.done = tokens = blocks * block_size
-        self.k[:tokens], self.v[:tokens] = parent.k[:tokens], parent.v[:tokens]
-        self.table[:blocks] = parent.table[:blocks]
 
 
 def random_sequences(random: Random, spec: CacheSpec) -> list[Sequence]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -148,12 +147,7 @@ def replay_actions(scope: str, hash: str, actions: list[tuple[str, tuple[object,
         num_transitions = sum(1 for _ in explorer.edges())
         graph, expected = Graph(len(explorer.reached_by), num_transitions, explorer.depth), scope_named(scope).graph
         assert graph == expected, f"{graph}, the design has {expected}"
-    saved = pickle.dumps(explorer._initial)
-    for action in actions:
-        worlds = (world for edge, world in explorer._expand(saved) if tuple(edge.action) == action)
-        if (world := next(worlds, None)) is None:
-            return
-        saved = pickle.dumps(world)
+    explorer.follow(actions)
 
 
 def _names_in(program: str) -> set[str]:

@@ -21,8 +21,8 @@ from kvproof.attention.torch_paged import TorchAttention
 from kvproof.backend import Chunk, Engine, EngineBackend, ModelRunner, ModelSpec, SamplingParams, Step, selection
 from kvproof.backend.graphs import GraphRunner
 from kvproof.backend.registry import Group, load
+from kvproof.fuzz.dense import dense
 from kvproof.fuzz.flashinfer_double import AnySizeOverDouble, GraphsOverDouble
-from kvproof.fuzz.flashinfer_examples import dense
 from kvproof.fuzz.flashinfer_stream import RecordedGraph
 from kvproof.fuzz.machines import engine as engine_machine
 from kvproof.fuzz.machines.engine import EngineMachine

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -29,6 +27,7 @@ from kvproof.attention import (
 )
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.attention.torch_paged import KEYS_MULTIPLE, PADDING, TorchAttention, _similar_rows
+from kvproof.fuzz.dense import Sequence, dense
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
 NUM_BLOCKS = 400
@@ -81,38 +80,8 @@ def random_tokens(spec: CacheSpec, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(spec.torch_dtype), k.to(spec.torch_dtype), v.to(spec.torch_dtype)
 
 
-def dense(spec: CacheSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax attention of one whole sequence, in float64."""
-    length = len(q)
-    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-    k, v = (x.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0) for x in (k, v))
-    scale = spec.scale if spec.scale is not None else 1 / math.sqrt(spec.head_size)
-    hidden = torch.ones(length, length).triu(1).bool()
-    weights = ((q @ k.transpose(1, 2)) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
-    return (weights @ v).transpose(0, 1)
-
-
 def assert_close(spec: CacheSpec, got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=TOLERANCE[spec.dtype])
-
-
-@dataclass
-class Sequence:
-    """A sequence's queries, keys and values in full, and how many of its tokens have been computed."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    table: array[int]
-    shared: int = 0
-    done: int = 0
-
-    def share_prefix(self, parent: Sequence, block_size: int) -> None:
-        """Use the parent's full blocks for as much as both have, all but one token at most."""
-        blocks = min(len(parent.q), len(self.q) - 1) // block_size
-        self.shared = self.done = tokens = blocks * block_size
-        self.k[:tokens], self.v[:tokens] = parent.k[:tokens], parent.v[:tokens]
-        self.table[:blocks] = parent.table[:blocks]
 
 
 @settings(max_examples=60, deadline=None)
@@ -133,7 +102,8 @@ def test_sequences_computed_in_steps_match_dense_attention(
     for sequence in sequences[1:]:
         if choose.random() < 0.5:
             sequence.share_prefix(sequences[0], spec.block_size)
-    expected = [dense(spec, s.q, s.k, s.v) for s in sequences]
+    for s in sequences:
+        s.right = dense(spec, s.q, s.k, s.v)[0]
     backends: list[AttentionBackend] = [ReferenceAttention(spec)]
     if spec.dtype != "float64":
         backends.append(paged := TorchAttention(spec))
@@ -156,7 +126,7 @@ def test_sequences_computed_in_steps_match_dense_attention(
             spec.block_size,
         )
         q, k, v = (torch.cat([getattr(s, name)[s.done : s.done + n] for s, n in rows]) for name in "qkv")
-        right = torch.cat([expected[index][sequences[index].done :][:n] for index, n in step])
+        right = torch.cat([s.right[s.done :][:n] for s, n in rows])
         for backend in backends:
             backend.plan(plan)
             assert_close(spec, backend.run(0, q, k, v), right)
@@ -187,7 +157,7 @@ def test_memory_outside_the_sequences_is_never_read(backend_class: type[Attentio
             values[table[position // 4], position % 4] = v[position]
     backend.plan(BatchPlan.build(tables, seq_lens, [1] * 5, 4))
     got = backend.run(0, *(torch.stack([x[-1] for x in tensors]) for tensors in zip(*whole, strict=True)))
-    assert_close(spec, got, torch.stack([dense(spec, *sequence)[-1] for sequence in whole]))
+    assert_close(spec, got, torch.stack([dense(spec, *sequence)[0][-1] for sequence in whole]))
 
 
 @pytest.mark.parametrize("query_len", [2, 3, 16])
@@ -333,7 +303,8 @@ class Plain(AttentionBackend):
         table = self.batch.kv_indices.long()
         length = int(self.batch.seq_lens[0])
         k, v = (x[table].flatten(0, 1)[:length] for x in (keys, values))
-        return dense(self.spec, torch.cat([torch.zeros(length - len(q), *q.shape[1:]), q]), k, v)[-len(q) :].to(q.dtype)
+        whole = dense(self.spec, torch.cat([torch.zeros(length - len(q), *q.shape[1:]), q]), k, v)[0]
+        return whole[-len(q) :].to(q.dtype)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -23,6 +23,7 @@ from kvproof.attention.flashinfer import (
 )
 from kvproof.attention.flashinfer_cascade import common_prefix, without_prefix
 from kvproof.attention.reference import ReferenceAttention
+from kvproof.fuzz.dense import dense
 from kvproof.fuzz.flashinfer_double import (
     CascadeOverDouble,
     FA3OverDouble,
@@ -33,7 +34,7 @@ from kvproof.fuzz.flashinfer_double import (
     LazyOverDouble,
     PersistentOverDouble,
 )
-from kvproof.fuzz.flashinfer_examples import dense, make_spec, run_example
+from kvproof.fuzz.flashinfer_examples import make_spec, run_example
 from kvproof.fuzz.flashinfer_wrappers import DecodeDouble
 
 pytestmark = pytest.mark.usefixtures("one_thread")

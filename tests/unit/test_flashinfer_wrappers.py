@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -21,10 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvproof.attention import BatchPlan, Capabilities
-from kvproof.attention.flashinfer import FlashInferAttention, FlashInferFA3, FlashInferPersistent
+from kvproof.attention import BatchPlan
+from kvproof.attention.flashinfer import FlashInferFA3, FlashInferPersistent
 from kvproof.attention.flashinfer_package import Kernels
-from kvproof.fuzz.flashinfer_examples import dense, make_spec, run_example
+from kvproof.fuzz.dense import dense
+from kvproof.fuzz.flashinfer_double import FlashInferOnCPU
+from kvproof.fuzz.flashinfer_examples import make_spec, run_example
 from kvproof.fuzz.flashinfer_kernel import Rows, attend
 from kvproof.fuzz.flashinfer_stream import Stream, StreamEvent
 from kvproof.fuzz.flashinfer_wrappers import merge
@@ -249,17 +250,9 @@ def wrappers(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iter
         yield package
 
 
-class OverRealWrappers(FlashInferAttention):
+class OverRealWrappers(FlashInferOnCPU):
     workspace_bytes = 2**20
     wrappers: Any
-
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return replace(super().capabilities(), devices=frozenset({"cpu"}))
-
-    @classmethod
-    def probe(cls) -> None:
-        """The fixture has imported what there is."""
 
     def _kernels(self) -> Kernels:
         stream = Stream()
