@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,13 +16,16 @@ from kvproof.attention.errors import InvalidSpec, NotPlanned, UnsupportedSpec
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import CacheSpec, DType, Layout
 
+Feature = Literal["custom_scale", "window", "soft_cap", "fp8_cache", "lse"]
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend supports. None is anything that a `CacheSpec` may hold.
 
-    `devices` are torch device types. `features` are optional abilities; a spec can ask for:
+    `devices` are torch device types. `features` are optional abilities. A spec can ask for four of them:
     "custom_scale", a softmax scale other than 1/sqrt(head_size); "window"; "soft_cap"; "fp8_cache", a `cache_dtype`.
+    The fifth, "lse", is `AttentionBackend.attend_lse`.
     """
 
     devices: frozenset[str]
@@ -31,7 +34,7 @@ class Capabilities:
     group_sizes: frozenset[int] | None = None
     block_sizes: frozenset[int] | None = None
     layouts: frozenset[Layout] | None = None
-    features: frozenset[str] = frozenset()
+    features: frozenset[Feature] = frozenset()
 
     def check(self, spec: CacheSpec, backend: str = "chosen") -> None:
         """Raise `UnsupportedSpec`, naming the first feature that `spec` asks for and `backend` lacks."""
@@ -48,7 +51,8 @@ class Capabilities:
                 raise UnsupportedSpec(backend, feature, value, ", ".join(map(str, sorted(supported))))
         if spec.scale is not None and "custom_scale" not in self.features:
             raise UnsupportedSpec(backend, "scale", spec.scale, "only the default, 1/sqrt(head_size)")
-        for feature, value in (("window", spec.window), ("soft_cap", spec.soft_cap)):
+        optional: tuple[tuple[Feature, float | None], ...] = (("window", spec.window), ("soft_cap", spec.soft_cap))
+        for feature, value in optional:
             if value is not None and feature not in self.features:
                 raise UnsupportedSpec(backend, feature, value, "only attention without it")
         if spec.cache_dtype is not None and "fp8_cache" not in self.features:
@@ -167,6 +171,21 @@ class AttentionBackend(ABC):
             self._write(layer, k, v)
             return self._attend(layer, q)
 
+    def attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """`run` without the write, and beside its result the log-sum-exp of each query's scores.
+
+        The latter is float32 [T, num_heads], the natural logarithm of what softmax divides by (scores are scaled,
+        capped and masked): with it, attention over parts of a sequence is merged. Raises `UnsupportedSpec` where "lse"
+        is not declared, `InvalidArgument` on a layer that does not exist or a q that does not fit, and `NotPlanned`.
+        """
+        features = self.capabilities().features
+        if "lse" not in features:
+            raise UnsupportedSpec(self.name, "feature", "lse", ", ".join(sorted(features)) or "no features")
+        self._check_layer(layer)
+        self._check("q", q, (self.batch.num_tokens, self.spec.num_heads, self.spec.head_size))
+        with torch.no_grad():
+            return self._attend_lse(layer, q)
+
     def copy_blocks(self, orders: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in all layers, each order being (source, destination).
 
@@ -226,6 +245,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def _attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of q [T, num_heads, head_size] over the cache that `self.batch` describes; same shape."""
+
+    def _attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """`_attend`, and the scores' log-sum-exp. For backends that declare "lse"."""
+        raise NotImplementedError
 
 
 def token_index(batch: BatchPlan, block_size: int) -> Tensor:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvproof.attention.errors import NotPlanned
 from kvproof.attention.plan import BatchPlan
-from kvproof.attention.spec import CacheSpec
+from kvproof.attention.spec import INT32_LIMIT, CacheSpec
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Shape(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_size", "block_size", "hnd")),
         ("scale", c_float),
+        ("soft_cap", c_float),
     ]
 
 
@@ -56,7 +57,7 @@ class Plan(ctypes.Structure):
         ("num_spans", c_int32),
         *(
             (name, c_void_p)
-            for name in ("span_indptr", "span_rows", "kv_indptr", "kv_indices", "seq_lens", "pending", "work")
+            for name in ("span_indptr", "span_rows", "kv_indptr", "kv_indices", "starts", "seq_lens", "pending", "work")
         ),
     ]
 
@@ -82,8 +83,7 @@ class DecodeKernel:
     @classmethod
     def create(cls, spec: CacheSpec, kv_cache: Tensor) -> DecodeKernel | None:
         """The kernel on the cache of `spec`, or None where this machine or this cache has none."""
-        plain = spec.cache_dtype is None and spec.window is None and spec.soft_cap is None
-        if not plain or kv_cache.device.type != "cpu" or spec.dtype not in DTYPES:
+        if spec.cache_dtype is not None or kv_cache.device.type != "cpu" or spec.dtype not in DTYPES:
             return None
         if os.environ.get("KVPROOF_NO_KERNEL") == "1":
             return None
@@ -100,6 +100,7 @@ class DecodeKernel:
             spec.block_size,
             spec.layout == "HND",
             spec.softmax_scale,
+            spec.soft_cap or 0.0,
         )
         self._layers = kv_cache.unbind()  # their addresses are asked for at each call: a cache may move
         self._token_bytes = 2 * spec.num_kv_heads * spec.head_size * kv_cache.element_size()
@@ -113,15 +114,17 @@ class DecodeKernel:
         kv_indptr, kv_indices, seq_lens, slots = (
             array.numpy().copy() for array in (batch.kv_indptr, batch.kv_indices, batch.seq_lens, batch.slot_mapping)
         )
-        spans = -(-seq_lens[:rows] // self._library.kvproof_span_tokens())
+        seen = np.minimum(seq_lens[:rows], self._spec.window or INT32_LIMIT - 1)
+        starts = seq_lens[:rows] - seen
+        spans = -(-seen // self._library.kvproof_span_tokens())
         span_indptr = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(spans, out=span_indptr[1:])
         num_spans = int(span_indptr[-1])
         span_rows = np.repeat(np.arange(rows, dtype=np.int32), spans)
         work = torch.empty(num_spans * self._span_bytes, dtype=torch.uint8, device="cpu")  # aligned, as it must be
-        arrays = (span_indptr, span_rows, kv_indptr, kv_indices, seq_lens, spans)
+        arrays = (span_indptr, span_rows, kv_indptr, kv_indices, starts, seq_lens, spans)
         plan = Plan(num_spans, *(array.ctypes.data for array in arrays), work.data_ptr())
-        most_threads = 1 + int(seq_lens[:rows].sum()) * self._token_bytes // THREAD_BYTES
+        most_threads = 1 + int(seen.sum()) * self._token_bytes // THREAD_BYTES
         with self._lock:
             self._planned = Planned(rows, batch.num_tokens, most_threads, plan, slots, (*arrays, work))
 
@@ -133,14 +136,18 @@ class DecodeKernel:
             slots, cache = step.slots.ctypes.data, self._layers[layer].data_ptr()
             self._library.kvproof_write(self._shape, step.tokens, slots, cache, *_rows(k), *_rows(v))
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Attention of the decodes, which are the first of q's tokens: [num_decodes, num_heads, head_size]."""
+    def attend(self, layer: int, q: Tensor, lse: Tensor | None = None) -> Tensor:
+        """Attention of the decodes, which are the first of q's tokens: [num_decodes, num_heads, head_size].
+
+        Fills `lse`, contiguous float32 [num_decodes, num_heads], with the natural log-sum-exps of their scores.
+        """
         q = self._packed(q)
         with self._lock:
             step = self._step(len(q))
             out = q.new_empty((step.rows, *q.shape[1:]))
             threads, cache = min(_threads(), step.most_threads), self._layers[layer].data_ptr()
-            self._library.kvproof_decode(self._shape, step.plan, threads, cache, *_rows(q), out.data_ptr())
+            results = out.data_ptr(), None if lse is None else lse.data_ptr()
+            self._library.kvproof_decode(self._shape, step.plan, threads, cache, *_rows(q), *results)
         return out
 
     def _step(self, num_tokens: int) -> Planned:
@@ -177,7 +184,7 @@ def load() -> ctypes.CDLL | None:
     library.kvproof_span_tokens.restype = c_int
     library.kvproof_span_bytes.argtypes = [POINTER(Shape)]
     library.kvproof_span_bytes.restype = c_size_t
-    library.kvproof_decode.argtypes = [POINTER(Shape), POINTER(Plan), c_int, *[c_void_p] * 2, c_size_t, c_void_p]
+    library.kvproof_decode.argtypes = [POINTER(Shape), POINTER(Plan), c_int, *[c_void_p] * 2, c_size_t, *[c_void_p] * 2]
     library.kvproof_decode.restype = None
     library.kvproof_write.argtypes = [POINTER(Shape), c_int, *[c_void_p] * 3, c_size_t, c_void_p, c_size_t]
     library.kvproof_write.restype = None
@@ -199,7 +206,7 @@ def _built() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             compiled, linked = Path(scratch, "decode.o"), Path(scratch, "decode.so")
             _call([compiler, *FLAGS, *(["-fopenmp"] if openmp else []), "-c", str(SOURCE), "-o", str(compiled)])
-            _call([compiler, "-shared", "-o", str(linked), str(compiled), *([openmp] if openmp else [])])
+            _call([compiler, "-shared", "-o", str(linked), str(compiled), *([openmp] if openmp else []), "-lm"])
             content = linked.read_bytes()
             linked.write_bytes(content + hashlib.sha256(content).digest())
             linked.replace(library)

@@ -1,10 +1,10 @@
 /* Decode attention over a paged KV cache: every key and value is read once, where it lies.
 
-   A row (a sequence with one query token) is cut into spans of SPAN tokens, which depend on its length alone, and the
-   threads share out the spans: so a row's result has the same bits in any batch and with any number of threads. A span
-   goes through its tokens in tiles of LANES with a running maximum (online softmax), in float32; whoever finishes a
-   row's last span merges them. Query heads that share a key head share each read of it. Only the row's own tokens are
-   read.
+   What a row (a sequence with one query token) sees is cut into spans of SPAN tokens, which depend on its length alone,
+   and the threads share out the spans: so a row's result has the same bits in any batch and with any number of threads.
+   A span goes through its tokens in tiles of LANES with a running maximum (online softmax), in float32; whoever finishes
+   a row's last span merges them. Query heads that share a key head share each read of it. Only tokens that the row sees
+   are read.
 
    A layer of the cache is [blocks][2][slots][kv heads][head size], or [blocks][2][kv heads][slots][head size] (HND). */
 
@@ -48,15 +48,15 @@ enum {
 
 typedef struct {
     int32_t dtype, num_heads, num_kv_heads, head_size, block_size, hnd;
-    float scale;
+    float scale, soft_cap; /* no cap if that is 0 */
 } Shape;
 
-/* The rows to attend for. Row r has the spans span_indptr[r] to span_indptr[r + 1]; span_rows says the same the other
-   way round. `pending` holds each row's number of spans (and again after each call). `work` is 64-byte aligned and has
-   kvproof_span_bytes for each span. The other arrays are a BatchPlan's. */
+/* The rows to attend for. Row r sees its tokens from starts[r] on, in the spans span_indptr[r] to span_indptr[r + 1];
+   span_rows says the same the other way round. `pending` holds each row's number of spans (and again after each call).
+   `work` is 64-byte aligned and has kvproof_span_bytes for each span. The other arrays are a BatchPlan's. */
 typedef struct {
     int32_t num_spans;
-    const int32_t *span_indptr, *span_rows, *kv_indptr, *kv_indices, *seq_lens;
+    const int32_t *span_indptr, *span_rows, *kv_indptr, *kv_indices, *starts, *seq_lens;
     int32_t *pending;
     char *work;
 } Plan;
@@ -193,6 +193,16 @@ INLINE vec exponential(vec x) {
     return choose(x != x, x, choose(x < -87.0f, fill(0), result));
 }
 
+/* tanh x (as in Cephes' tanhf), to a few units in the last place; NaN for NaN. */
+INLINE vec hyperbolic_tangent(vec x) {
+    vec square = x * x, e = exponential(choose(x > 0, -2 * x, 2 * x)), large = (1 - e) / (1 + e);
+    vec p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    return choose(square < 0.390625f, p * square * x + x, choose(x > 0, large, -large));
+}
+
 /* ---- attention ---- */
 
 /* The next n tokens for `group` query heads of one key head. `keys` are theirs; each value is `values` bytes further.
@@ -216,6 +226,7 @@ INLINE void tile(const int dtype, const int size, const int group, const Shape *
     }
     for (int g = 0; g < group; g++) {
         vec scores = sums(partial[g]), before = head[g]->max;
+        if (s->soft_cap) scores = s->soft_cap * hyperbolic_tangent(scores / s->soft_cap);
         for (int t = n; t < LANES; t++) scores[t] = -INFINITY;
         vec top = largest(scores);
         head[g]->max = top = choose(top > before, top, before);
@@ -289,8 +300,8 @@ INLINE void span(const int dtype, const Shape *s, void *heads, const char *cache
     }
 }
 
-/* A row's result from its spans, in their order. */
-INLINE void merge(const int dtype, const Shape *s, const char *spans, int count, char *out) {
+/* A row's result from its spans, in their order; and into `lse`, if there is one, each head's log-sum-exp. */
+INLINE void merge(const int dtype, const Shape *s, const char *spans, int count, char *out, float *lse) {
     const int size = s->head_size, heads = s->num_heads, pairs = padded(s) / PAIR;
     for (int h = 0; h < heads; h++) {
         Head *head = head_at(s, spans, h);
@@ -306,7 +317,9 @@ INLINE void merge(const int dtype, const Shape *s, const char *spans, int count,
             for (int v = 2 * pairs; v < 4 * pairs; v++)
                 head->data[v] = (i ? head->data[v] : fill(0)) + part->data[v] * share;
         }
-        weight = 1 / total(weight);
+        weight = total(weight);
+        if (lse) lse[h] = top[0] + logf(weight[0]);
+        weight = 1 / weight;
         for (int d = 0; d < size; d += PAIR) {
             vec *x = head->data + 2 * pairs + d / LANES;
             x[0] *= weight, x[1] *= weight;
@@ -316,18 +329,19 @@ INLINE void merge(const int dtype, const Shape *s, const char *spans, int count,
 }
 
 INLINE void decode(const int dtype, const Shape *s, const Plan *plan, int threads, const char *cache, const char *q,
-                   size_t q_stride, char *out) {
+                   size_t q_stride, char *out, float *lse) {
     const size_t bytes = s->num_heads * head_bytes(s), out_stride = (size_t)s->num_heads * s->head_size * width(dtype);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int i = 0; i < plan->num_spans; i++) {
         const int row = plan->span_rows[i], row_start = plan->span_indptr[row];
-        const int spans = plan->span_indptr[row + 1] - row_start, first = (i - row_start) * SPAN;
+        const int spans = plan->span_indptr[row + 1] - row_start, first = plan->starts[row] + (i - row_start) * SPAN;
         const int left = plan->seq_lens[row] - first, count = left < SPAN ? left : SPAN;
         const int32_t *blocks = plan->kv_indices + plan->kv_indptr[row];
         span(dtype, s, plan->work + i * bytes, cache, q + row * q_stride, blocks, first, count);
         if (__atomic_sub_fetch(&plan->pending[row], 1, __ATOMIC_ACQ_REL) == 0) {
             plan->pending[row] = spans;
-            merge(dtype, s, plan->work + row_start * bytes, spans, out + row * out_stride);
+            merge(dtype, s, plan->work + row_start * bytes, spans, out + row * out_stride,
+                  lse ? lse + (size_t)row * s->num_heads : NULL);
         }
     }
 }
@@ -337,12 +351,13 @@ INLINE void decode(const int dtype, const Shape *s, const Plan *plan, int thread
 int kvproof_span_tokens(void) { return SPAN; }
 size_t kvproof_span_bytes(const Shape *s) { return s->num_heads * head_bytes(s); }
 
-/* Attention of the plan's rows: `out` [rows, heads, head size] from `q`, whose rows are q_stride bytes apart. */
+/* Attention of the plan's rows: `out` [rows, heads, head size] from `q`, whose rows are q_stride bytes apart; and `lse`
+   [rows, heads], natural logarithms, unless it is NULL. */
 void kvproof_decode(const Shape *s, const Plan *plan, int threads, const char *cache, const char *q, size_t q_stride,
-                    char *out) {
-    if (s->dtype == FLOAT32) decode(FLOAT32, s, plan, threads, cache, q, q_stride, out);
-    if (s->dtype == BFLOAT16) decode(BFLOAT16, s, plan, threads, cache, q, q_stride, out);
-    if (s->dtype == FLOAT16) decode(FLOAT16, s, plan, threads, cache, q, q_stride, out);
+                    char *out, float *lse) {
+    if (s->dtype == FLOAT32) decode(FLOAT32, s, plan, threads, cache, q, q_stride, out, lse);
+    if (s->dtype == BFLOAT16) decode(BFLOAT16, s, plan, threads, cache, q, q_stride, out, lse);
+    if (s->dtype == FLOAT16) decode(FLOAT16, s, plan, threads, cache, q, q_stride, out, lse);
 }
 
 /* Copies token t's key and value, k_stride and v_stride bytes after those before, to slot_mapping[t]. */

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvproof.attention.base import AttentionBackend, Capabilities
+from kvproof.attention.base import AttentionBackend, Capabilities, Feature
 from kvproof.attention.errors import BackendUnavailable
 from kvproof.attention.flashinfer_cascade import common_prefix
 from kvproof.attention.flashinfer_graph import GraphBuffers, GraphLane
@@ -70,7 +70,7 @@ class FlashInferAttention(AttentionBackend):
             devices=frozenset({"cuda"}),
             dtypes=frozenset({"bfloat16", "float16"}),
             head_sizes=frozenset({64, 128, 256}),
-            features=frozenset({"custom_scale", "window", "soft_cap", "fp8_cache"}),
+            features=frozenset({"custom_scale", "window", "soft_cap", "fp8_cache", "lse"}),
         )
 
     @classmethod
@@ -110,18 +110,6 @@ class FlashInferAttention(AttentionBackend):
         rows = self._graph_size(batch)
         return None if rows is None or self._shared_blocks(batch) else rows
 
-    def attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """`run` without the write, and beside its result the log-sum-exp of each query's scores.
-
-        The latter is float32 [T, num_heads], a natural logarithm: what merges attention over parts of a sequence.
-        Raises `InvalidArgument` on a layer that does not exist or a q that does not fit, and `NotPlanned`.
-        """
-        self._check_layer(layer)
-        self._check("q", q, (self.batch.num_tokens, self.spec.num_heads, self.spec.head_size))
-        out, lse = self._empty(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        self._lane.run(q.contiguous(), self.cache[layer], out, lse)
-        return out, lse.mul_(math.log(2))  # FlashInfer's is base 2
-
     def _plan(self, batch: BatchPlan) -> None:
         shared_blocks = self._shared_blocks(batch)
         if not shared_blocks and self._graph_size(batch) == batch.num_rows:
@@ -158,6 +146,11 @@ class FlashInferAttention(AttentionBackend):
         # The kernel takes a head's elements for contiguous, and does not check.
         self._lane.run(q.contiguous(), self.cache[layer], out)
         return out
+
+    def _attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = self._empty(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        self._lane.run(q.contiguous(), self.cache[layer], out, lse)
+        return out, lse.mul_(math.log(2))  # FlashInfer's is base 2
 
     @staticmethod
     def _empty(q: Tensor) -> Tensor:
@@ -207,5 +200,5 @@ def _workspace(spec: CacheSpec, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=spec.device)  # zeroed for its first use
 
 
-def _without(capabilities: Capabilities, *features: str) -> Capabilities:
+def _without(capabilities: Capabilities, *features: Feature) -> Capabilities:
     return replace(capabilities, features=capabilities.features - set(features))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvproof.attention.base import AttentionBackend, Capabilities
+from kvproof.attention.base import AttentionBackend, Capabilities, Feature
+from kvproof.attention.spec import INT32_LIMIT
 
 
 class ReferenceAttention(AttentionBackend):
@@ -19,7 +20,8 @@ class ReferenceAttention(AttentionBackend):
 
     @classmethod
     def capabilities(cls) -> Capabilities:
-        return Capabilities(devices=frozenset({"cpu", "cuda"}), features=frozenset({"custom_scale", "fp8_cache"}))
+        features: frozenset[Feature] = frozenset({"custom_scale", "window", "soft_cap", "fp8_cache", "lse"})
+        return Capabilities(devices=frozenset({"cpu", "cuda"}), features=features)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         for token, slot in enumerate(self.batch.slot_mapping.tolist()):
@@ -29,26 +31,38 @@ class ReferenceAttention(AttentionBackend):
             self.cache[layer, block, 1][where] = self._stored(v[token], self.spec.v_scale)
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
-        batch, out = self.batch, torch.empty_like(q)
+        return self._attend_lse(layer, q)[0]
+
+    def _attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        spec, batch = self.spec, self.batch
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         tokens, blocks = batch.qo_indptr.tolist(), batch.kv_indptr.tolist()
         for row, seq_len in enumerate(batch.seq_lens.tolist()):
             mine = slice(tokens[row], tokens[row + 1])
             table = batch.kv_indices[blocks[row] : blocks[row + 1]].tolist()
-            keys, values = self._read(layer, table, seq_len)
-            seen = batch.positions[mine].to(q.device)[:, None] >= torch.arange(seq_len, device=q.device)
-            for head in range(self.spec.num_heads):
-                group = head // self.spec.group_size
-                scores = q[mine, head].double() @ keys[:, group].T * self.spec.softmax_scale
-                weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-                out[mine, head] = (weights @ values[:, group]).to(q.dtype)
-        return out
+            # What no query sees is not read: blocks that a window has left may be anybody's.
+            window = spec.window or INT32_LIMIT
+            start = max(0, seq_len - (mine.stop - mine.start) + 1 - window)
+            keys, values = self._read(layer, table, start, seq_len)
+            behind = batch.positions[mine].to(q.device)[:, None] - torch.arange(start, seq_len, device=q.device)
+            seen = (behind >= 0) & (behind < window)
+            for head in range(spec.num_heads):
+                group = head // spec.group_size
+                scores = q[mine, head].double() @ keys[:, group].T * spec.softmax_scale
+                if spec.soft_cap is not None:
+                    scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+                scores = scores.masked_fill(~seen, float("-inf"))
+                out[mine, head] = (scores.softmax(dim=-1) @ values[:, group]).to(q.dtype)
+                lse[mine, head] = scores.logsumexp(dim=-1).float()
+        return out, lse
 
-    def _read(self, layer: int, table: list[int], seq_len: int) -> Tensor:
-        """Keys and values of one sequence, float64 [2, seq_len, num_kv_heads, head_size]."""
+    def _read(self, layer: int, table: list[int], start: int, stop: int) -> Tensor:
+        """Keys and values of tokens `start` to `stop`, float64 [2, stop - start, num_kv_heads, head_size]."""
         shape = (2, 0, self.spec.num_kv_heads, self.spec.head_size)
         kv = [torch.empty(shape, dtype=torch.float64, device=self.cache.device)]
-        for block in table:
+        before, offset = divmod(start, self.spec.block_size)
+        for block in table[before:]:
             content = self.cache[layer, block].double()
             kv.append(content if self.spec.layout == "NHD" else content.transpose(1, 2))
         scales = torch.tensor((self.spec.k_scale, self.spec.v_scale), dtype=torch.float64, device=self.cache.device)
-        return torch.cat(kv, dim=1)[:, :seq_len] * scales[:, None, None, None]
+        return torch.cat(kv, dim=1)[:, offset : offset + stop - start] * scales[:, None, None, None]

@@ -4,8 +4,8 @@ On the CPU, decodes are the work of a compiled kernel that reads the cache in pl
 that does, so all else (prefills; decodes too where that kernel can't be built) gathers the keys and values it needs
 into contiguous memory and hands them to `scaled_dot_product_attention`. What makes that quick and safe is the
 gather's index, made once per step for all layers: for every row and position it names the memory of that
-token, and past the end of a sequence that of the sequence's last token. Unused slots are therefore never
-read, whatever they hold, and padding costs no cache misses.
+token, and past the end of a sequence that of the sequence's last token. Unused slots, and tokens that a window has
+left, are therefore never read, whatever they hold, and padding costs no cache misses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvproof.attention.base import AttentionBackend, Capabilities
 from kvproof.attention.cpu_kernel import DecodeKernel
 from kvproof.attention.plan import BatchPlan
-from kvproof.attention.spec import CacheSpec
+from kvproof.attention.spec import INT32_LIMIT, CacheSpec
 
 Ints = NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class TorchAttention(AttentionBackend):
     """Batches rows of equal query length and similar sequence length, so that padding is bounded.
 
     Memory beyond the cache: one call's gather (`GATHER_BYTES`, or one sequence if that is longer), and for prefill
-    with context before it a mask of query_len x seq_len elements.
+    with context before it a mask of query_len x seq_len elements; with a soft cap, scores of as many in each head.
     """
 
     name = "torch"
@@ -70,7 +70,7 @@ class TorchAttention(AttentionBackend):
         return Capabilities(
             devices=frozenset({"cpu", "cuda"}),
             dtypes=frozenset({"float32", "bfloat16", "float16"}),
-            features=frozenset({"custom_scale"}),
+            features=frozenset({"custom_scale", "window", "soft_cap", "lse"}),
         )
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -97,8 +97,11 @@ class TorchAttention(AttentionBackend):
             array.numpy()[first:].astype(np.int64) for array in (batch.qo_indptr, batch.seq_lens, batch.kv_indptr)
         )
         start, kv_indices = start - first, batch.kv_indices.numpy()[kv_indptr[0] :]
+        # Tokens that a row's queries see are its last ones, and all there is to it here: a window has left the others.
+        first_seen = np.maximum(seq_lens - np.diff(start) + 1 - (spec.window or INT32_LIMIT), 0)
+        seen = seq_lens - first_seen
         query_lens: list[int] = np.diff(start).tolist()
-        padded: list[int] = (-(-seq_lens // KEYS_MULTIPLE) * KEYS_MULTIPLE).tolist()
+        padded: list[int] = (-(-seen // KEYS_MULTIPLE) * KEYS_MULTIPLE).tolist()
         token_elements = 2 * spec.num_kv_heads * spec.head_size
         most_keys = GATHER_BYTES // (token_elements * self.cache.element_size())
         groups = list(_similar_rows(query_lens, padded, most_keys))
@@ -109,10 +112,10 @@ class TorchAttention(AttentionBackend):
         # First vector of every slot of every row's blocks; within a block they go [key or value, head, slot].
         blocks = kv_indices.astype(np.int64)[:, None]
         slots = (blocks * (2 * self._heads * spec.block_size) + np.arange(spec.block_size)).reshape(-1)
-        first_slot = (kv_indptr - kv_indptr[0]) * spec.block_size
+        first_slot = (kv_indptr[:-1] - kv_indptr[0]) * spec.block_size + first_seen
         order, calls = [np.empty(0, dtype=np.int64)], []
         for rows in groups:
-            lens, m = seq_lens[rows, None], query_lens[rows[0]]
+            lens, m = seen[rows, None], query_lens[rows[0]]
             longest = max(padded[row] for row in rows)
             calls.append(self._call(slots[first_slot[rows, None] + np.minimum(np.arange(longest), lens - 1)], lens, m))
             order.append((start[rows, None] + np.arange(m)).reshape(-1))
@@ -121,7 +124,7 @@ class TorchAttention(AttentionBackend):
         self._order = None if in_order else (self._index(tokens), self._index(np.argsort(tokens)))
         self._calls, self._num_tokens, self._first_token = calls, [len(part) for part in order[1:]], first
 
-    def _call(self, slots: Ints, seq_lens: Ints, m: int) -> _Call:
+    def _call(self, slots: Ints, lens: Ints, m: int) -> _Call:
         spec, (n, longest) = self.spec, slots.shape
         planes = np.arange(2 * self._heads).reshape(2, self._heads, 1) * spec.block_size
         vectors = self._index(slots[:, None, None] + planes)
@@ -129,18 +132,19 @@ class TorchAttention(AttentionBackend):
         kv = gathered.view(n, 2, self._heads, longest, -1, spec.head_size)
         keys, values = kv.transpose(3, 4).flatten(2, 3).unbind(1)
         # Without context the mask is the kernel's own causal one, which also hides the padding.
-        is_causal = m > 1 and bool((seq_lens == m).all())
+        is_causal = 1 < m <= (spec.window or m) and bool((lens == m).all())
         return _Call(
             vectors=vectors,
-            bias=None if is_causal else self._bias(seq_lens, m, longest),
+            bias=None if is_causal else self._bias(lens, m, longest),
             is_causal=is_causal,
             gathered=gathered.view(len(vectors), -1),
             keys=keys,
             values=values,
         )
 
-    def _bias(self, seq_lens: Ints, m: int, longest: int) -> Tensor | None:
-        visible = np.arange(longest) <= (seq_lens - m + np.arange(m))[:, None, :, None]
+    def _bias(self, lens: Ints, m: int, longest: int) -> Tensor | None:
+        behind = (lens - m + np.arange(m))[:, None, :, None] - np.arange(longest)
+        visible = (behind >= 0) & (behind < (self.spec.window or INT32_LIMIT))
         if visible.all():
             return None
         bias = torch.zeros(visible.shape, dtype=self.cache.dtype)
@@ -163,19 +167,35 @@ class TorchAttention(AttentionBackend):
             parts.append(self._attend_gathered(layer, q[self._first_token :]))
         return parts[0] if len(parts) == 1 else torch.cat([q[:0], *parts])
 
-    def _attend_gathered(self, layer: int, q: Tensor) -> Tensor:
+    def _attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        first = self._first_token
+        if first and self._kernel:
+            out[:first] = self._kernel.attend(layer, q, lse[:first])
+        if self._calls:
+            out[first:] = self._attend_gathered(layer, q[first:], lse[first:])
+        return out, lse
+
+    def _attend_gathered(self, layer: int, q: Tensor, lse: Tensor | None = None) -> Tensor:
+        """Attention of the tokens of `_calls`; fills `lse`, if there is one."""
         if self._order is not None:
             q = q.index_select(0, self._order[0])
-        parts = [
-            self._run(call, self._vectors[layer], queries)
-            for call, queries in zip(self._calls, torch.split(q, self._num_tokens), strict=True)
-        ]
+        parts, lses = [], []
+        for call, queries in zip(self._calls, torch.split(q, self._num_tokens), strict=True):
+            torch.index_select(self._vectors[layer], 0, call.vectors, out=call.gathered)
+            if lse is None and self.spec.soft_cap is None:
+                parts.append(self._fused(call, queries))
+            else:
+                part, part_lse = self._in_steps(call, queries)
+                parts.append(part)
+                lses.append(part_lse)
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if lse is not None:
+            lse.copy_(torch.cat(lses) if self._order is None else torch.cat(lses).index_select(0, self._order[1]))
         return attended if self._order is None else attended.index_select(0, self._order[1])
 
-    def _run(self, call: _Call, vectors: Tensor, q: Tensor) -> Tensor:
+    def _fused(self, call: _Call, q: Tensor) -> Tensor:
         """Attention of one call's queries [n * m, num_heads, head_size]; the result is of the same shape."""
-        torch.index_select(vectors, 0, call.vectors, out=call.gathered)
         n, kv_heads = call.keys.shape[:2]
         # In a decode (m = 1), query heads that share a key head see the same keys, so they stand in for the query
         # axis: one matrix product for each key head, where enable_gqa does one for each query head.
@@ -190,6 +210,25 @@ class TorchAttention(AttentionBackend):
             enable_gqa=not decode,
         )
         return (attended if decode else attended.transpose(1, 2)).reshape(q.shape)
+
+    def _in_steps(self, call: _Call, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The same and the log-sum-exps [n * m, num_heads]: PyTorch's fused attention has neither those nor caps.
+
+        In float32, and holding all of a call's scores at once.
+        """
+        n, kv_heads = call.keys.shape[:2]
+        heads = q.view(n, -1, kv_heads, self.spec.group_size, q.shape[-1]).permute(0, 2, 3, 1, 4).float()
+        scores = heads @ call.keys.float().mT.unsqueeze(2) * self.spec.softmax_scale  # [n, kv heads, group, m, longest]
+        if self.spec.soft_cap is not None:
+            scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
+        if call.is_causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        elif call.bias is not None:
+            scores = scores + call.bias.unsqueeze(2)
+        attended = scores.softmax(-1) @ call.values.float().unsqueeze(2)
+        lse = scores.logsumexp(-1).permute(0, 3, 1, 2)
+        return attended.permute(0, 3, 1, 2, 4).reshape(q.shape).to(q.dtype), lse.reshape(q.shape[:2])
 
 
 def _similar_rows(query_lens: list[int], keys: list[int], most_keys: int) -> Iterator[list[int]]:

@@ -35,7 +35,7 @@ def dense(spec: CacheSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 @dataclass
 class Sequence:
-    """A sequence's queries, keys and values in full, how many of its tokens have been computed, and what is `right`."""
+    """A sequence's queries, keys and values in full, how many of its tokens have been computed, and what is right."""
 
     q: Tensor
     k: Tensor
@@ -44,6 +44,7 @@ class Sequence:
     shared: int = 0
     done: int = 0
     right: Tensor = field(init=False)
+    lse: Tensor = field(init=False)
 
     def share_prefix(self, parent: Sequence, block_size: int) -> None:
         """Use the parent's full blocks for as much as both have, all but one token at most."""

@@ -159,7 +159,7 @@ class WindowedRunner:
         return int(self.forward(step)[0].argmax())
 
 
-@pytest.mark.parametrize("attention", DOUBLES)
+@pytest.mark.parametrize("attention", BACKENDS)
 @pytest.mark.parametrize(("window", "block_size"), [(1, 1), (3, 2), (4, 4), (7, 3)])
 def test_blocks_that_left_the_window_are_given_back(attention: str, window: int, block_size: int) -> None:
     """Sequences of up to 40 tokens decode in a pool that could not hold them all whole."""

@@ -71,6 +71,8 @@ def specs(draw: st.DrawFn) -> CacheSpec:
         block_size=draw(st.sampled_from([*range(1, 18), 64])),
         layout=draw(st.sampled_from(["NHD", "HND"])),
         scale=draw(st.sampled_from([None, None, 0.7])),
+        window=draw(st.sampled_from([None, None, 1, 2, 5, 17])),
+        soft_cap=draw(st.sampled_from([None, None, 2.0])),
     )
 
 
@@ -103,7 +105,7 @@ def test_sequences_computed_in_steps_match_dense_attention(
         if choose.random() < 0.5:
             sequence.share_prefix(sequences[0], spec.block_size)
     for s in sequences:
-        s.right = dense(spec, s.q, s.k, s.v)[0]
+        s.right, s.lse = dense(spec, s.q, s.k, s.v)
     backends: list[AttentionBackend] = [ReferenceAttention(spec)]
     if spec.dtype != "float64":
         backends.append(paged := TorchAttention(spec))
@@ -126,10 +128,15 @@ def test_sequences_computed_in_steps_match_dense_attention(
             spec.block_size,
         )
         q, k, v = (torch.cat([getattr(s, name)[s.done : s.done + n] for s, n in rows]) for name in "qkv")
-        right = torch.cat([s.right[s.done :][:n] for s, n in rows])
+        right, right_lse = (torch.cat([getattr(s, x)[s.done :][:n] for s, n in rows]) for x in ("right", "lse"))
         for backend in backends:
             backend.plan(plan)
-            assert_close(spec, backend.run(0, q, k, v), right)
+            out = backend.run(0, q, k, v)
+            assert_close(spec, out, right)
+            again, lse = backend.attend_lse(0, q)
+            assert_close(spec, again, right)
+            assert lse.dtype is torch.float32
+            torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=TOLERANCE["float32"])
             assert_close(spec, backend.run(1, q, k, -v), -right)
         for s, n in rows:
             s.done += n
@@ -139,10 +146,13 @@ def test_sequences_computed_in_steps_match_dense_attention(
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("window", [None, 3, 6])
 @pytest.mark.parametrize("backend_class", [ReferenceAttention, TorchAttention])
-def test_memory_outside_the_sequences_is_never_read(backend_class: type[AttentionBackend], poison: float) -> None:
-    """Rows of different lengths, whose padding and whose last blocks' free slots are poisoned after every write."""
-    spec = make_spec(num_blocks=40)
+def test_memory_outside_the_sequences_is_never_read(
+    backend_class: type[AttentionBackend], window: int | None, poison: float
+) -> None:
+    """Rows of different lengths; their last blocks' free slots, and tokens that no query sees, are poisoned."""
+    spec = make_spec(num_blocks=40, window=window)
     backend = backend_class(spec)
     seq_lens = [1, 5, 16, 30, 7]
     blocks = iter(torch.randperm(40).tolist())
@@ -152,7 +162,7 @@ def test_memory_outside_the_sequences_is_never_read(backend_class: type[Attentio
     for kv in (keys, values):
         kv.fill_(poison)
     for (_, k, v), table in zip(whole, tables, strict=True):
-        for position in range(len(k) - 1):
+        for position in range(len(k) - window if window and window < len(k) else 0, len(k) - 1):
             keys[table[position // 4], position % 4] = k[position]
             values[table[position // 4], position % 4] = v[position]
     backend.plan(BatchPlan.build(tables, seq_lens, [1] * 5, 4))
@@ -266,9 +276,11 @@ def test_the_kernel_converts_every_value_there_is(dtype: str, monkeypatch: pytes
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_long_decodes_are_right(dtype: str) -> None:
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (700, None), (None, 3.0)])
+def test_long_decodes_are_right(dtype: str, window: int | None, soft_cap: float | None) -> None:
     """Sequences of several of the kernel's spans, with scores so far apart that the maximum keeps moving."""
-    spec = make_spec(num_heads=6, head_size=64, dtype=dtype, num_blocks=400, block_size=5)
+    shape = {"num_heads": 6, "head_size": 64, "num_blocks": 400, "block_size": 5}
+    spec = make_spec(dtype=dtype, window=window, soft_cap=soft_cap, **shape)
     seq_lens = [1024, 513, 400]
     blocks = iter(torch.randperm(400).tolist())
     tables = [array("i", [next(blocks) for _ in range(-(-length // 5))]) for length in seq_lens]
@@ -317,6 +329,10 @@ def test_a_backend_of_ones_own_needs_only_attend(layout: str) -> None:
             backend.plan(BatchPlan.build([array("i", [7, 2, 9])], [seq_len], [query_len], 4))
         assert_close(spec, plain.run(1, q, k, v), reference.run(1, q, k, v))
     assert torch.equal(plain.cache, reference.cache)
+    with pytest.raises(
+        UnsupportedSpec, match=r"^the plain backend does not support feature lse; it supports no features$"
+    ):
+        plain.attend_lse(1, q)
 
 
 def test_a_backend_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

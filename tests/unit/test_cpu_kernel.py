@@ -340,6 +340,30 @@ def test_threads_take_turns() -> None:
     assert all(torch.equal(result, expected) for result in results)
 
 
+def test_the_soft_cap_is_good_to_a_few_units() -> None:
+    """A row of one token has its capped score for log-sum-exp: here the hyperbolic tangent of the query."""
+    spec = CacheSpec(
+        num_layers=1,
+        num_heads=4096,
+        num_kv_heads=1,
+        head_size=1,
+        dtype="float32",
+        num_blocks=1,
+        block_size=1,
+        scale=1.0,
+        soft_cap=1.0,
+    )
+    backend = TorchAttention(spec)
+    if backend._kernel is None:
+        pytest.skip("no kernel on this machine")
+    backend.plan(BatchPlan.build([array("i", [0])], [1], [1], 1))
+    x = torch.cat((torch.logspace(-7, 1.5, 2047), torch.tensor([0.0])))
+    q, one = torch.cat((x, -x)).view(1, -1, 1), torch.ones(1, 1, 1)
+    backend.run(0, q, one, one)
+    lse = backend.attend_lse(0, q)[1]
+    torch.testing.assert_close(lse.double(), torch.tanh(q.double())[..., 0], rtol=4 * 2**-24, atol=0)
+
+
 def test_a_relative_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
