@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from kvproof.allocator import Admission, KvproofError
+from kvproof.allocator import Admission, EvictionPolicy, KvproofError
 from kvproof.attention import AttentionBackend
 from kvproof.backend.engine_backend import Chunk, EngineBackend, reaches_end
 from kvproof.backend.request import FinishReason, Request, RequestRefused
@@ -40,6 +40,7 @@ class Engine:
     runner                  the model
     num_blocks, block_size  the KV cache, see `CacheSpec`
     attention               an attention backend's name, or "auto"
+    policy                  a new eviction policy; LRU by default
     prefix_caching          whether prompts may reuse computed blocks of others
     max_num_seqs            most requests running at once
     max_num_batched_tokens  most tokens computed in a step, at least `max_num_seqs`
@@ -54,6 +55,7 @@ class Engine:
         num_blocks: int,
         block_size: int = 16,
         attention: str | AttentionBackend = AUTO,
+        policy: EvictionPolicy | None = None,
         prefix_caching: bool = True,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
@@ -62,7 +64,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         spec = runner.spec.cache_spec(num_blocks=num_blocks, block_size=block_size)
-        self.backend = EngineBackend(spec, attention=attention, prefix_caching=prefix_caching)
+        self.backend = EngineBackend(spec, attention=attention, policy=policy, prefix_caching=prefix_caching)
         self.manager = self.backend.manager
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvproof.allocator import BlockManager, InvalidArgument, Sequence
+from kvproof.allocator import BlockManager, EvictionPolicy, InvalidArgument, Sequence
 from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec
 from kvproof.backend.graphs import FixedStep
 from kvproof.backend.runner import Step
@@ -33,9 +33,15 @@ class EngineBackend:
     """
 
     def __init__(
-        self, spec: CacheSpec, *, attention: str | AttentionBackend = AUTO, prefix_caching: bool = True
+        self,
+        spec: CacheSpec,
+        *,
+        attention: str | AttentionBackend = AUTO,
+        policy: EvictionPolicy | None = None,
+        prefix_caching: bool = True,
     ) -> None:
-        """`attention` is the name of a backend, or one that was made for `spec`: any other raises `InvalidArgument`."""
+        """`attention` is the name of a backend, or one that was made for `spec`: any other raises `InvalidArgument`.
+        `policy` is new, and this manager's alone; LRU by default."""
         self.spec = spec
         self.attention = select(attention, spec)(spec) if isinstance(attention, str) else attention
         if self.attention.spec != spec:
@@ -44,6 +50,7 @@ class EngineBackend:
         self.manager = BlockManager(
             spec.num_blocks,
             spec.block_size,
+            policy=policy,
             prefix_caching=prefix_caching,
             window=spec.window,
             reserve_null_block=bool(sizes),

@@ -10,3 +10,7 @@ class CheckpointError(KvproofError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
+
+
+class UnsupportedModel(CheckpointError):
+    """A model whose files are sound, and which the runner that was asked can't compute. Another one may."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from kvproof.allocator import InvalidArgument
 from kvproof.attention import DType
 from kvproof.backend.engine import Engine
-from kvproof.backend.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from kvproof.backend.registry import BrokenPlugin, Group, plugins
+from kvproof.backend.models.checkpoint import Checkpoint, UnsupportedModel, open_checkpoint
+from kvproof.backend.registry import BrokenPlugin, Group, load, plugins
 from kvproof.backend.request import FinishReason, Request, RequestRefused
 from kvproof.backend.runner import ModelRunner
 from kvproof.backend.sampling import SamplingParams
-from kvproof.backend.selection import AUTO
+from kvproof.backend.selection import AUTO, new_policy
 
 DEFAULT_CACHE_BYTES = 1 << 30
 
@@ -34,24 +34,45 @@ class Completion:
     error: str | None = None
 
 
-def load_runner(checkpoint: Checkpoint, dtype: DType, progress: Progress | None = None) -> ModelRunner:
-    """The checkpoint on the first registered model runner that knows its architecture."""
-    architecture = checkpoint.config.architecture
-    tried = []
+def load_runner(
+    checkpoint: Checkpoint, dtype: DType, progress: Progress | None = None, *, runner: str = AUTO
+) -> ModelRunner:
+    """The checkpoint on the registered model runner called `runner`.
+
+    "auto" is the first that does not refuse it: those whose `architectures` name that of the checkpoint come before
+    those that leave it open with None. Raises `UnsupportedModel` with every refusal, or what the runner raises.
+    """
+    if runner != AUTO:
+        chosen: ModelRunner = load(Group.RUNNER, runner).load(checkpoint, dtype=dtype, progress=progress)
+        return chosen
+    refusals: list[str] = []
+    for candidate in _candidates(checkpoint.architecture, refusals):
+        try:
+            loaded: ModelRunner = candidate.load(checkpoint, dtype=dtype, progress=progress)
+        except UnsupportedModel as error:
+            refusals.append(str(error))
+        else:
+            return loaded
+    raise UnsupportedModel(f"no model runner for {checkpoint.path}: {'; '.join(refusals) or 'none is registered'}")
+
+
+def _candidates(architecture: str, refusals: list[str]) -> Iterator[Any]:
+    """Runners in the order in which they are tried. Lazy, since importing one may take seconds."""
+    open_ones = []
     for plugin in plugins(Group.RUNNER).values():
         try:
-            runner: Any = plugin.load()
+            runner = plugin.load()
         except BrokenPlugin as error:
-            tried.append(str(error))
+            refusals.append(str(error))
             continue
-        known: frozenset[str] = getattr(runner, "architectures", frozenset())
-        if architecture in known:
-            loaded: ModelRunner = runner.load(checkpoint, dtype=dtype, progress=progress)
-            return loaded
-        tried.append(f"{plugin.name} runs {', '.join(sorted(known)) or 'none'}")
-    raise CheckpointError(
-        f"no model runner for the architecture {architecture!r}: {'; '.join(tried) or 'none installed'}"
-    )
+        known: frozenset[str] | None = getattr(runner, "architectures", frozenset())
+        if known is None:
+            open_ones.append(runner)
+        elif architecture in known:
+            yield runner
+        else:
+            refusals.append(f"{plugin.name} runs {', '.join(sorted(known)) or 'none'}, not {architecture!r}")
+    yield from open_ones
 
 
 class LLM:
@@ -59,7 +80,7 @@ class LLM:
 
     `model` is a GGUF file, a Hugging Face folder or a known name such as "smollm2". `num_blocks` left out gives the
     KV cache 1 GiB (or one block, if that is larger), or less when `max_num_seqs` sequences of the longest kind need
-    less. The other options are those of `Engine`.
+    less. `runner`, `backend` and `policy` are names of plugins. The other options are those of `Engine`.
     """
 
     def __init__(
@@ -67,7 +88,9 @@ class LLM:
         model: str,
         *,
         dtype: DType = "float32",
+        runner: str = AUTO,
         backend: str = AUTO,
+        policy: str = "lru",
         block_size: int = 16,
         num_blocks: int | None = None,
         max_num_seqs: int = 32,
@@ -76,18 +99,20 @@ class LLM:
         seed: int = 0,
         progress: Progress | None = None,
     ) -> None:
+        eviction = new_policy(policy)
         checkpoint = open_checkpoint(model)
         self.tokenizer = checkpoint.tokenizer()
-        runner = load_runner(checkpoint, dtype, progress)
+        loaded = load_runner(checkpoint, dtype, progress, runner=runner)
         if num_blocks is None:
-            block_bytes = runner.spec.cache_spec(num_blocks=1, block_size=block_size).block_bytes
-            longest = -(-runner.spec.max_length // block_size)
+            block_bytes = loaded.spec.cache_spec(num_blocks=1, block_size=block_size).block_bytes
+            longest = -(-loaded.spec.max_length // block_size)
             num_blocks = max(1, min(DEFAULT_CACHE_BYTES // block_bytes, max_num_seqs * longest))
         self.engine = Engine(
-            runner,
+            loaded,
             num_blocks=num_blocks,
             block_size=block_size,
             attention=backend,
+            policy=eviction,
             prefix_caching=prefix_caching,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -28,6 +28,8 @@ class ModelSpec(Validated):
     device: str = "cpu"
     eos_token_ids: tuple[int, ...] = ()
     window: int | None = Field(default=None, ge=1, description="latest tokens that a token sees in every layer, or all")
+    scale: float | None = Field(default=None, description="factor of the scores in every layer, as in `CacheSpec`")
+    soft_cap: float | None = Field(default=None, description="cap of the scores in every layer, as in `CacheSpec`")
 
     def cache_spec(self, *, num_blocks: int, block_size: int) -> CacheSpec:
         """The KV cache of `num_blocks` blocks of `block_size` token slots that this model runs on."""
@@ -41,6 +43,8 @@ class ModelSpec(Validated):
             num_blocks=num_blocks,
             block_size=block_size,
             window=self.window,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvproof.allocator import KvproofError
+from kvproof.allocator import EvictionPolicy, KvproofError
 from kvproof.attention import AttentionBackend, BackendUnavailable, CacheSpec, UnsupportedSpec
 from kvproof.backend.registry import BrokenPlugin, Group, Plugin, load, plugins
 
@@ -78,6 +78,17 @@ def select(name: str, spec: CacheSpec) -> type[AttentionBackend]:
             return verdict.backend
     reasons = "; ".join(f"{v.plugin.name}: {v.reason or 'only when named'}" for v in verdicts)
     raise BackendUnavailable(AUTO, "none can run this cache", reasons or "none is registered")
+
+
+def new_policy(name: str) -> EvictionPolicy:
+    """A new eviction policy of the kind called `name`. Raises `UnknownPlugin` or `BrokenPlugin`."""
+    make = load(Group.POLICY, name)
+    try:
+        policy: EvictionPolicy = make()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise BrokenPlugin(f"eviction policy {name!r} can't be made: {reason}") from error
+    return policy
 
 
 def _checked(name: str, loaded: object) -> type[AttentionBackend]:

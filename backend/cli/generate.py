@@ -49,6 +49,8 @@ def add_parser(commands: Any) -> None:
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--backend", default="auto", metavar="NAME", help="attention backend (see kvproof backends)")
+    engine.add_argument("--runner", default="auto", metavar="NAME", help="model runner (see kvproof backends)")
+    engine.add_argument("--policy", default="lru", metavar="NAME", help="eviction policy (default lru)")
     engine.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     engine.add_argument("--block-size", type=count, default=16, metavar="B", help="token slots a block (default 16)")
     engine.add_argument("--num-blocks", type=count, metavar="N", help="blocks in the KV cache (default: 1 GiB)")
@@ -124,7 +126,9 @@ def _load(args: argparse.Namespace) -> LLM:
         return LLM(
             args.model,
             dtype=args.dtype,
+            runner=args.runner,
             backend=args.backend,
+            policy=args.policy,
             block_size=args.block_size,
             num_blocks=args.num_blocks,
             max_num_seqs=args.max_num_seqs,

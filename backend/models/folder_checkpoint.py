@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvproof.backend.errors import CheckpointError
+from kvproof.backend.errors import CheckpointError, UnsupportedModel
 from kvproof.backend.models.config import Metadata, ModelConfig, Shape
 from kvproof.backend.models.tokenizer import Tokenizer
 
@@ -23,32 +24,39 @@ INDEX = "model.safetensors.index.json"
 class FolderCheckpoint:
     """The model in the folder `path`, as `save_pretrained` writes it, sharded or not.
 
-    Raises `CheckpointError` if a file is missing or damaged, the architecture or one of its options isn't supported, or
-    the folder doesn't hold exactly the tensors of its config.
+    Raises `CheckpointError` if there is no config.json that names an architecture.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.config = _config(path)
-        self._files = _weight_files(path)
+        self.path = path
+        self._metadata = Metadata.from_json(path / "config.json")
+        self.architecture = self._metadata.require("model_type", str)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """Raises `UnsupportedModel` if the architecture or one of its options isn't of the Llama family, and
+        `CheckpointError` if a file is missing or damaged, or the folder doesn't hold exactly the tensors of its config.
+        """
+        config = _config(self._metadata, self.path)
         found: dict[str, Shape] = {}
-        for file in self._files:
+        for file in _weight_files(self.path):
             shapes = _tensor_shapes(file)
             if twice := found.keys() & shapes.keys():
                 raise CheckpointError(f"{file}: tensor {min(twice)!r} is in another shard too")
             found |= shapes
-        self.config.check_tensors(path, found)
+        config.check_tensors(self.path, found)
+        return config
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its Hugging Face name, in the dtype that it is stored in."""
-        for file in self._files:
+        for file in _weight_files(self.path):
             with _opened(file) as weights:
                 for name in weights.keys():  # noqa: SIM118 - not a mapping
                     yield name, weights.get_tensor(name)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of tokenizer.json. Raises `CheckpointError` if that is missing or damaged."""
-        return Tokenizer.from_folder(self._path, self.config)
+        return Tokenizer.from_folder(self.path)
 
 
 def _opened(file: Path) -> Any:
@@ -76,11 +84,10 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / str(name) for name in dict.fromkeys(files)]
 
 
-def _config(path: Path) -> ModelConfig:
-    config = Metadata.from_json(path / "config.json")
+def _config(config: Metadata, path: Path) -> ModelConfig:
     architecture = config.require("model_type", str)
     if architecture not in ARCHITECTURES:
-        raise CheckpointError(
+        raise UnsupportedModel(
             f"{config.source}: architecture {architecture!r} is not supported, only {', '.join(ARCHITECTURES)}"
         )
     config.refuse("hidden_act", unless="silu")
@@ -89,7 +96,7 @@ def _config(path: Path) -> ModelConfig:
     config.refuse("quantization_config", unless={})
     config.refuse("use_sliding_window", unless=False)
     if other := [kind for kind in config.get("layer_types", list, []) if kind != "full_attention"]:
-        raise CheckpointError(f"{config.source}: layers of type {other[0]!r:.60} are not supported")
+        raise UnsupportedModel(f"{config.source}: layers of type {other[0]!r:.60} are not supported")
 
     hidden, heads = config.dimension("hidden_size"), config.dimension("num_attention_heads")
     head_size = config.dimension("head_dim", hidden // heads)
@@ -135,7 +142,7 @@ def _rope(config: Metadata, head_size: int) -> tuple[float, tuple[float, ...]]:
         return theta, (rope.number("factor"),) * (head_size // 2)
     if kind == "llama3":
         return theta, _llama3_factors(rope, theta, head_size)
-    raise CheckpointError(f"{config.source}: rope scaling {kind!r} is not supported, only linear and llama3")
+    raise UnsupportedModel(f"{config.source}: rope scaling {kind!r} is not supported, only linear and llama3")
 
 
 def _llama3_factors(rope: Metadata, theta: float, head_size: int) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 from torch import Tensor
 
-from kvproof.backend.errors import CheckpointError
+from kvproof.backend.errors import UnsupportedModel
 from kvproof.backend.models.config import Metadata, ModelConfig
 from kvproof.backend.models.gguf_file import GGUFFile
 from kvproof.backend.models.tokenizer import Tokenizer
@@ -31,10 +31,11 @@ class GGUFCheckpoint:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = GGUFFile(path)
-        metadata = Metadata(path, self._file.metadata)
-        self.config = _config(metadata, self._file)
-        self._metadata = metadata
+        self._metadata = Metadata(path, self._file.metadata)
+        self.config = _config(self._metadata, self._file)
+        self.architecture = self.config.architecture
         names = gguf.get_tensor_name_map(ARCHITECTURES[self.config.architecture], self.config.num_layers)
         canonical = {names.get_name(name, (".weight", ".bias")): name for name in self.config.tensor_shapes()}
         self._canonical = {name: canonical.get(name, name) for name in self._file.tensors if name != ROPE_FACTORS}
@@ -57,7 +58,7 @@ class GGUFCheckpoint:
 def _config(metadata: Metadata, file: GGUFFile) -> ModelConfig:
     architecture = metadata.require("general.architecture", str)
     if architecture not in ARCHITECTURES:
-        raise CheckpointError(
+        raise UnsupportedModel(
             f"{file.path}: architecture {architecture!r} is not supported, only {', '.join(ARCHITECTURES)}"
         )
     key = f"{architecture}.{{}}".format

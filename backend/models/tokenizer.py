@@ -29,18 +29,16 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         source: Path,
-        eos_token_ids: tuple[int, ...],
         special_tokens: Mapping[str, str],
         chat_template: str | None,
     ) -> None:
-        self.eos_token_ids = eos_token_ids
         self._backend = backend
         self._source = source
         self._special_tokens = special_tokens
         self._chat_template = chat_template
 
     @classmethod
-    def from_folder(cls, path: Path, config: ModelConfig) -> Self:
+    def from_folder(cls, path: Path) -> Self:
         """From tokenizer.json, tokenizer_config.json and chat_template.jinja in `path`; the last two may be absent."""
         file, settings_file = path / "tokenizer.json", path / "tokenizer_config.json"
         if not file.is_file():
@@ -56,7 +54,6 @@ class Tokenizer:
         return cls(
             backend,
             source=path,
-            eos_token_ids=config.eos_token_ids,
             special_tokens={name: token for name, token in named.items() if isinstance(token, str)},
             chat_template=_folder_template(path, settings),
         )
@@ -81,7 +78,6 @@ class Tokenizer:
         return cls(
             backend,
             source=metadata.source,
-            eos_token_ids=config.eos_token_ids,
             special_tokens=named,
             chat_template=metadata.get("tokenizer.chat_template", str, "") or None,
         )

@@ -130,9 +130,9 @@ def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def refusal(path: Path | str) -> str:
-    """The one line in which opening `path` is refused."""
+    """The one line in which `path` is refused."""
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(path)
+        _ = open_checkpoint(path).config
     message = str(caught.value)
     assert message.splitlines() == [message]
     return message
@@ -326,7 +326,9 @@ def test_no_tokenizer(folder: Path, gguf_file: Path) -> None:
 
 def opens_or_is_refused(path: Path) -> None:
     try:
-        for _ in open_checkpoint(path).tensors():
+        checkpoint = open_checkpoint(path)
+        assert checkpoint.config
+        for _ in checkpoint.tensors():
             pass
     except CheckpointError as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017
