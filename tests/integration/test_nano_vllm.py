@@ -19,6 +19,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvproof.allocator import compat
 
@@ -183,15 +185,11 @@ def test_guided_pairs(nano: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
         assert guided.completion_token_ids == plain.completion_token_ids == run_alone(*request)
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(30, 1), (9, 4), (4, 16)])
-def test_preemption(nano: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, num_blocks: int, block_size: int) -> None:
-    """A pool that is little more than the longest request.
+def preempting(scheduler: type) -> Any:
+    """The fork's scheduler leaves a preempted sequence among the running ones, and fails on any block manager, its own
+    too; upstream's takes it off, and so does this one."""
 
-    The fork's scheduler leaves a preempted sequence among the running ones, and fails on any block manager, its own
-    too; upstream's takes it off, and so does this one.
-    """
-
-    class Scheduler(nano.Scheduler):  # type: ignore[misc, name-defined]
+    class Scheduler(scheduler):  # type: ignore[misc, valid-type]
         num_preempted = 0
 
         def preempt(self, seq: Any) -> None:
@@ -200,10 +198,44 @@ def test_preemption(nano: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, num_
             if seq in self.running:
                 self.running.remove(seq)
 
+    return Scheduler
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(30, 1), (9, 4), (4, 16)])
+def test_preemption(nano: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, num_blocks: int, block_size: int) -> None:
+    """A pool that is little more than the longest request."""
     monkeypatch.setattr(nano.Sequence, "block_size", block_size)
-    scheduler = Scheduler(config(num_blocks, block_size))
+    scheduler = preempting(nano.Scheduler)(config(num_blocks, block_size))
     serve_plain(nano, scheduler, block_size, at_once=100)
     assert scheduler.num_preempted > 10
+
+
+def test_random_schedules(nano: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any block size, pool, requests and order of arrival. Every output is that of the request alone."""
+    num_preempted = num_saved = 0
+    token = st.integers(1, 3)  # so few that prompts begin alike
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        block_size=st.integers(1, 5),
+        spare=st.integers(0, 12),
+        work=st.lists(st.tuples(st.lists(token, min_size=1, max_size=14), st.integers(1, 10)), min_size=1, max_size=12),
+        at_once=st.integers(1, 12),
+    )
+    def serve_any(block_size: int, spare: int, work: list[tuple[list[int], int]], at_once: int) -> None:
+        nonlocal num_preempted, num_saved
+        monkeypatch.setattr(nano.Sequence, "block_size", block_size)
+        longest = max(len(prompt) + max_tokens for prompt, max_tokens in work)
+        model, num_blocks = Model(block_size), -(-longest // block_size) + spare
+        scheduler = preempting(nano.Scheduler)(config(num_blocks, block_size))
+        seqs = [nano.Sequence(prompt, nano.Params(max_tokens=max_tokens)) for prompt, max_tokens in work]
+        serve(scheduler, model, ([seq] for seq in seqs), at_once)
+        assert [seq.completion_token_ids for seq in seqs] == [run_alone(*request) for request in work]
+        num_preempted += scheduler.num_preempted
+        num_saved += sum(len(seq) - 1 for seq in seqs) > model.num_computed
+
+    serve_any()
+    assert min(num_preempted, num_saved) > 3
 
 
 @pytest.fixture
