@@ -20,8 +20,8 @@ class DecodeRules(ManagerHarness):
         slots=st.sets(SLOTS, min_size=1),
         steps=st.integers(0, 9),
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5),
-        shift=st.sampled_from((0, 0, 1)),
-        leaves=st.sampled_from((0, 1, 2, None)),
+        shift=st.integers(0, 1),
+        leaves=st.sampled_from((0, 1, 1, 2, 3, None)),
         lookahead=st.sampled_from((0, 0, 1, 3, 6)),
         twin=st.booleans(),
     )

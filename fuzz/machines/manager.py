@@ -63,6 +63,27 @@ class ManagerMachine(DecodeRules):
         self.slots[slot] = pair
         self.try_admit(pair, limit)
 
+    @rule(slot=SLOTS, to=SLOTS, namespace=st.integers(0, len(NAMESPACES) - 1))
+    def echo(self, slot: int, to: int, namespace: int) -> None:
+        """Another tenant asks for the same, and computes it for itself."""
+        tokens = list(self.running(slot).model.tokens)
+        if slot != to:
+            self.vacate(to)
+            real = self.manager.sequence(tokens, namespace=NAMESPACES[namespace])
+            pair = self.slots[to] = Pair(real, ModelSequence(NAMESPACES[namespace], tokens))
+            if self.try_admit(pair, None):
+                self.write(pair)
+                self.commit(pair)
+
+    @rule()
+    def look_up(self) -> None:
+        """Whoever goes on from what was seen lately finds what there is of it in their own namespace, and no more."""
+        for tokens in ([*prompt, 0] for prompt in self.prompts[-4:]):
+            for namespace in NAMESPACES:
+                hits = self.model.hits(ModelSequence(namespace, tokens)) if self.model.caching else []
+                found = self.manager.match(self.manager.sequence(tokens, namespace=namespace))
+                assert found == len(hits) * self.model.block_size, f"{found} tokens of {tokens} found in {namespace}"
+
     @rule(slot=SLOTS, limit=LIMITS)
     def readmit(self, slot: int, limit: int | None) -> None:
         """Preemption by recompute: release, and later admit what is now a longer prompt."""
@@ -149,7 +170,11 @@ class ManagerMachine(DecodeRules):
     @rule(slots=st.sets(SLOTS))
     def launch(self, slots: set[int]) -> None:
         """A step over some of the running sequences is sent off; they may be released while it runs."""
-        batch = [pair for slot in sorted(slots) if (pair := self.slots[slot]) is not None and pair.model.admitted]
+        self.send_off(
+            [pair for slot in sorted(slots) if (pair := self.slots[slot]) is not None and pair.model.admitted]
+        )
+
+    def send_off(self, batch: list[Pair]) -> None:
         step = self.manager.launch([pair.real for pair in batch])
         assert step == self.model.launch([pair.model for pair in batch])
 
@@ -176,13 +201,18 @@ class ManagerMachine(DecodeRules):
             self.model.reset()
             assert not self.model.holds
 
-    @rule(slot=SLOTS, tokens=TOKENS)
-    def step(self, slot: int, tokens: list[int]) -> None:
-        """An engine's step, over every running sequence. All sample alike, so that equal ones stay equal."""
+    @rule(slot=SLOTS, tokens=TOKENS, runs_on=st.booleans())
+    def step(self, slot: int, tokens: list[int], runs_on: bool) -> None:
+        """An engine's step, over every running sequence. All sample alike, so that equal ones stay equal.
+
+        With `runs_on` it is committed before it has retired, as by an engine that prepares the next one meanwhile.
+        """
         self.running(slot)
         batch = [pair for pair in self.slots if pair is not None and pair.model.admitted and pair not in self.rows]
         for pair in batch:
             self.write(pair)
+        if runs_on:
+            self.send_off(batch)
         for pair in batch:
             self.commit(pair)
         for pair in batch:
