@@ -59,7 +59,7 @@ def ask(model: PreTrainedModel, max_length: int) -> list[LayerAttention]:
         layer: Any = module.layer_idx
         if layer in layers:
             raise UnsupportedModel("layers that attend more than once")
-        _refuse_options(module, mask, options)
+        _refuse_options(mask, options)
         if v.shape != k.shape:
             raise UnsupportedModel(f"keys of size {k.shape[-1]} with values of size {v.shape[-1]}")
         scale = options.get("scaling")
@@ -107,11 +107,9 @@ def window_of(mask: Mask, length: int) -> int | None:
     return windows[0]
 
 
-def _refuse_options(module: Module, mask: Any, options: dict[str, Any]) -> None:
+def _refuse_options(mask: Any, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None and name not in HARMLESS | {"scaling", "softcap"}:
             raise UnsupportedModel(NAMES.get(name, f"the attention option {name!r}"))
-    if getattr(module, "sinks", None) is not None:
-        raise UnsupportedModel(NAMES["s_aux"])
     if not isinstance(mask, Mask):
         raise UnsupportedModel(f"an attention mask of its own ({type(mask).__name__})")

@@ -39,11 +39,11 @@ from transformers import (
 )
 from transformers.models.llama4 import Llama4TextConfig
 
-from kvproof.backend import Engine, ModelRunner, SamplingParams
+from kvproof.backend import Engine, ModelRunner, SamplingParams, llm, plugins
 from kvproof.backend.integrations.transformers import TransformersRunner
 from kvproof.backend.integrations.transformers_interface import Mask, NotInAStep
 from kvproof.backend.integrations.transformers_probe import window_of
-from kvproof.backend.llm import LLM, load_runner
+from kvproof.backend.llm import load_runner
 from kvproof.backend.models.checkpoint import CheckpointError, UnsupportedModel, open_checkpoint
 from kvproof.backend.models.llama import LlamaRunner
 from kvproof.cli import main
@@ -319,12 +319,15 @@ WINDOWED_QWEN2 = Qwen2Config(**TINY, use_sliding_window=True, sliding_window=WIN
         (WINDOWED_QWEN2, "auto", TransformersRunner),
     ],
 )
-def test_the_native_runner_comes_first(tmp_path: Path, config: PreTrainedConfig, name: str, kind: type) -> None:
+def test_the_native_runner_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: PreTrainedConfig, name: str, kind: type
+) -> None:
+    monkeypatch.setattr(llm, "plugins", lambda group: dict(reversed(plugins(group).items())))  # not by its name only
     folder = write_folder(tmp_path, config)
     assert isinstance(load_runner(open_checkpoint(folder), "float32", runner=name), kind)
     expected = generated(random_model(config), prompts()[6])
-    llm = LLM(str(folder), runner=name, block_size=4)
-    (completion,) = llm.generate([text(prompts()[6])], SamplingParams(max_tokens=MAX_TOKENS))
+    model = llm.LLM(str(folder), runner=name, block_size=4)
+    (completion,) = model.generate([text(prompts()[6])], SamplingParams(max_tokens=MAX_TOKENS))
     assert completion.token_ids == expected
 
 

@@ -1,0 +1,1 @@
+"""Plugins for kvproof. Importing this imports none of them: kvproof loads one when it is asked for."""
