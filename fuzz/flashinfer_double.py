@@ -16,15 +16,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvproof.attention import Capabilities
+from kvproof.attention import CacheSpec, Capabilities
 from kvproof.attention.flashinfer import FlashInferAttention, FlashInferFA3, FlashInferPersistent
 from kvproof.attention.flashinfer_package import Kernels
 from kvproof.fuzz.flashinfer_stream import Stream
 from kvproof.fuzz.flashinfer_wrappers import doubles
+
+
+def make_spec(**changes: Any) -> CacheSpec:
+    """A small cache that the driver takes."""
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "dtype": "bfloat16",
+        "num_blocks": 300,
+        "block_size": 4,
+    }
+    return CacheSpec(**(fields | changes))
 
 
 class FlashInferOnCPU(FlashInferAttention):

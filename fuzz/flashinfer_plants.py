@@ -1,4 +1,4 @@
-"""Faults to plant in the FlashInfer driver, and whether the random examples notice them."""
+"""Faults to plant in the FlashInfer driver, and whether random batches over the double notice them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hypothesis import strategies as st
+
 from kvproof.attention import CacheSpec
 from kvproof.attention.flashinfer_lane import Lane
+from kvproof.fuzz.conformance.batches import batches, shapes
+from kvproof.fuzz.conformance.driving import assert_right, primed, run_in_steps
+from kvproof.fuzz.conformance.report import Check, Effort, on_data
 from kvproof.fuzz.flashinfer_double import FlashInferOverDouble
-from kvproof.fuzz.flashinfer_examples import run_example
 from kvproof.fuzz.flashinfer_kernel import ContractViolation
 from kvproof.fuzz.flashinfer_stream import StreamEvent
 
@@ -18,8 +22,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 200
 Plant = Callable[["pytest.MonkeyPatch"], None]
-Variant = tuple[type[FlashInferOverDouble], dict[str, Any]]
-"""A driver, and the options of its examples."""
 
 
 def argument(**changes: Callable[[Any, CacheSpec], Any]) -> Plant:
@@ -71,19 +73,25 @@ def nothing_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StreamEvent, "synchronize", lambda self: None)
 
 
-def first_failure(variants: list[Variant]) -> Exception | None:
-    for seed in range(EXAMPLES):
-        for backend, options in variants:
-            try:
-                run_example(backend, seed, **options)
-            except (AssertionError, TypeError) as error:
-                return error
-    return None
+def steps_follow_each_other(backend: type[FlashInferOverDouble]) -> Check:
+    """The kit's check of that name, for lazy streams as well: results are looked at when the stream has been waited
+    for."""
+    batch = batches(shapes(backend.capabilities(), "cpu"), padded=bool(backend.graph_sizes))
+
+    def check(data: st.DataObject) -> None:
+        spec, rows = (drawn := data.draw(batch, label="batch")).spec, drawn.rows
+        it = primed(backend, spec, rows)
+        steps = run_in_steps(it, rows, data)
+        it.stream.wait()
+        for ran in steps:
+            assert_right(spec, ran.rows, ran.outputs())
+
+    return on_data("steps follow each other", check)
 
 
-def assert_noticed(variants: list[Variant], rule: str) -> None:
+def assert_noticed(backend: type[FlashInferOverDouble], rule: str) -> None:
     """Within `EXAMPLES`, by that rule of the double, or by wrong numbers if it is empty."""
-    failure = first_failure(variants)
-    assert failure is not None
-    assert isinstance(failure, ContractViolation) == bool(rule and "missing" not in rule), failure
-    assert rule in str(failure)
+    error = steps_follow_each_other(backend).run(Effort(EXAMPLES, shrink=False)).error
+    assert isinstance(error, AssertionError | TypeError), f"not noticed: {error}"
+    assert isinstance(error, ContractViolation) == bool(rule and "missing" not in rule), error
+    assert rule in str(error)

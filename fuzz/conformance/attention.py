@@ -1,54 +1,45 @@
-"""What an attention backend must do, each as a named check. Numbers are held to `batches.dense` and its bound."""
+"""What an attention backend must do, each as a named check. Numbers are held to `dense` and its bounds."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from random import Random
-from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
 
-from kvproof.allocator import InvalidArgument, KvproofError
-from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec, NotPlanned, UnsupportedSpec
+from kvproof.attention import AttentionBackend
 from kvproof.attention.plan import ARRAYS
-from kvproof.fuzz.conformance.batches import (
-    BLOCK_SIZES,
-    DTYPES,
-    FEATURES,
-    GROUP_SIZES,
-    HEAD_SIZES,
-    LAYOUTS,
+from kvproof.fuzz.conformance.batches import Batch, Row, batches, shapes
+from kvproof.fuzz.conformance.driving import (
     NAN,
-    Batch,
-    Row,
+    assert_near,
     assert_right,
     assert_same,
-    batches,
     bits,
     decodes_first,
     inputs,
     pages,
     planned,
     primed,
-    shapes,
+    run_in_steps,
     step,
     write,
 )
+from kvproof.fuzz.conformance.refusals import declared_is_supported, refusals_change_nothing, undeclared_is_refused
 from kvproof.fuzz.conformance.report import Check, on_data, once
+from kvproof.fuzz.dense import dense
 
 Backend = type[AttentionBackend]
-Refusal = TypeVar("Refusal", bound=KvproofError)
 
 
 def checks(backend: Backend, device: str | None = None) -> tuple[Check, ...]:
     """All checks of `backend`, on `device` or else on a device that it declares, the CPU if it can."""
     declared = backend.capabilities().devices
     device = device or ("cpu" if "cpu" in declared else min(declared))
+    random = (*RANDOM, *LSE) if "lse" in backend.capabilities().features else RANDOM
     return (
-        *(on_data(_name(check), _bound(check, backend, device)) for check in RANDOM),
+        *(on_data(_name(check), _bound(check, backend, device)) for check in random),
         once(_name(declared_is_supported), lambda: declared_is_supported(backend, device)),
         once(_name(undeclared_is_refused), lambda: undeclared_is_refused(backend, device)),
     )
@@ -61,7 +52,7 @@ def _name(check: Callable[..., None]) -> str:
 def _bound(
     check: Callable[[Backend, Batch, st.DataObject], None], backend: Backend, device: str
 ) -> Callable[[st.DataObject], None]:
-    batch = batches(shapes(backend.capabilities(), device))
+    batch = batches(shapes(backend.capabilities(), device), padded=bool(backend.graph_sizes))
     return lambda data: check(backend, data.draw(batch, label="batch"), data)
 
 
@@ -74,12 +65,13 @@ def a_step_is_right(backend: Backend, batch: Batch, data: st.DataObject) -> None
     out = step(it, batch.rows)
     assert_right(batch.spec, batch.rows, out)
     for part in out:
-        assert (part.dtype, part.device) == (it.cache.dtype, it.cache.device)
+        assert (part.dtype, part.device) == (batch.spec.torch_dtype, it.cache.device)
 
 
 def unused_slots_are_not_read(backend: Backend, batch: Batch, data: st.DataObject) -> None:
     """Nor multiplied by zero: infinity and NaN in a slot that belongs to no row change nothing."""
-    filler = data.draw(st.sampled_from((NAN, float("inf"), float("-inf"))), label="filler")
+    fillers = (NAN, float("inf"), float("-inf")) if batch.spec.cache_dtype is None else (NAN,)  # all it has
+    filler = data.draw(st.sampled_from(fillers), label="filler")
     out = step(primed(backend, batch.spec, batch.rows, filler), batch.rows)
     assert_same(batch.spec, batch.rows, out, step(primed(backend, batch.spec, batch.rows, 0.0), batch.rows))
 
@@ -89,20 +81,8 @@ def steps_follow_each_other(backend: Backend, batch: Batch, data: st.DataObject)
 
     Results are looked at when all steps are done, so that preparing one must leave the one before alone.
     """
-    it = primed(backend, batch.spec, batch.rows)
-    done = [0] * len(batch.rows)
-    steps = []
-    while todo := [i for i, row in enumerate(batch.rows) if done[i] < row.query_len]:
-        chosen = data.draw(st.lists(st.sampled_from(todo), min_size=1, unique=True), label="rows in this step")
-        parts = []
-        for i in chosen:
-            left = batch.rows[i].query_len - done[i]
-            n = data.draw(st.sampled_from((left, 1, min(2, left))), label=f"tokens of row {i}")
-            parts.append(batch.rows[i].part(done[i], done[i] + n))
-            done[i] += n
-        steps.append((parts, step(it, parts)))
-    for parts, out in steps:
-        assert_right(batch.spec, parts, out)
+    for ran in run_in_steps(primed(backend, batch.spec, batch.rows), batch.rows, data):
+        assert_right(batch.spec, ran.rows, ran.outputs())
 
 
 def a_run_can_be_repeated(backend: Backend, batch: Batch, data: st.DataObject) -> None:
@@ -132,6 +112,7 @@ def writes_touch_the_planned_slots_only(backend: Backend, batch: Batch, data: st
         write(batch.spec, expected, row, row.context, row.seq_len)
     step(it, batch.rows)
     wrong = bits(pages(batch.spec, it.cache)) != bits(pages(batch.spec, expected))
+    wrong[:, : batch.blocks.start] = False  # what padding writes
     places = wrong.flatten(-2).any(-1).nonzero()[:3].tolist()
     assert not places, f"wrong content at [layer, block, key or value, offset] {places}"
 
@@ -154,13 +135,13 @@ def copies_are_exact(backend: Backend, batch: Batch, data: st.DataObject) -> Non
     it = primed(backend, batch.spec, batch.rows)
     generator = torch.Generator().manual_seed(0)
     it.cache.copy_(torch.randn(it.cache.shape, generator=generator, dtype=torch.float64))
-    before, expected = it.cache.clone(), it.cache.clone()
+    before, expected = bits(it.cache).clone(), bits(it.cache).clone()
     block = st.integers(0, batch.spec.num_blocks - 1)
     orders = data.draw(st.lists(st.tuples(block, block), max_size=4, unique_by=lambda order: order[1]), label="orders")
     it.copy_blocks(orders)
     for source, destination in orders:
         expected[:, destination] = before[:, source]
-    wrong = (pages(batch.spec, it.cache) != pages(batch.spec, expected)).flatten(2).any(-1).nonzero()[:3].tolist()
+    wrong = (bits(it.cache) != expected).flatten(2).any(-1).nonzero()[:3].tolist()
     assert not wrong, f"wrong content at [layer, block] {wrong}"
 
 
@@ -168,8 +149,7 @@ def copies_are_exact(backend: Backend, batch: Batch, data: st.DataObject) -> Non
 
 
 def physical_blocks_may_be_permuted(backend: Backend, batch: Batch, data: st.DataObject) -> None:
-    blocks = list(range(batch.spec.num_blocks))
-    to = dict(zip(blocks, data.draw(st.permutations(blocks), label="block numbers"), strict=True))
+    to = dict(zip(batch.blocks, data.draw(st.permutations(batch.blocks), label="block numbers"), strict=True))
     moved = [row.moved(to) for row in batch.rows]
     out = step(primed(backend, batch.spec, batch.rows), batch.rows)
     assert_same(batch.spec, batch.rows, out, step(primed(backend, batch.spec, moved), moved))
@@ -212,148 +192,58 @@ def a_prefix_may_be_shared_or_copied(backend: Backend, batch: Batch, data: st.Da
     assert_same(spec, batch.rows, shared, step(it, own))
 
 
-# ---- refusals
+# ---- log-sum-exp, where it is declared
 
 
-def refusals_change_nothing(backend: Backend, batch: Batch, data: st.DataObject) -> None:
-    """Bad calls raise an error of ours, and the planned step then runs as if they had not been made."""
+def log_sum_exps_are_right(backend: Backend, batch: Batch, data: st.DataObject) -> None:
+    """Beside outputs that are right as well; nothing is written."""
     spec, rows = batch.spec, decodes_first(batch.rows)
     it = primed(backend, spec, rows)
-    with_error(NotPlanned, lambda: it.run(0, *inputs(rows, 0)), "run before plan")
+    step(it, rows)
     it.plan(planned(spec, rows))
-    before = bits(it.cache).clone()
-    for name, error, call in _bad_calls(it, rows):
-        with_error(error, call, name)
-        assert torch.equal(bits(it.cache), before), f"{name}: refused, and the cache has changed"
-    out = torch.stack([it.run(layer, *inputs(rows, layer)) for layer in range(spec.num_layers)])
-    assert_right(spec, rows, torch.split(out, [row.query_len for row in rows], dim=1))
-
-
-def _bad_calls(it: AttentionBackend, rows: list[Row]) -> Iterator[tuple[str, type[KvproofError], Callable[[], object]]]:
-    spec, plan = it.spec, planned(it.spec, rows)
-    q, k, v = inputs(rows, 0)
-    other = torch.float32 if it.cache.dtype is not torch.float32 else torch.float16
-    longer = [torch.cat((x, x.new_ones(1, *x.shape[1:]))) for x in (q, k, v)]
-    calls: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("a layer too high", lambda: it.run(spec.num_layers, q, k, v)),
-        ("a negative layer", lambda: it.run(-1, q, k, v)),
-        ("q too long", lambda: it.run(0, longer[0], k, v)),
-        ("k too long", lambda: it.run(0, q, longer[1], v)),
-        ("v too long", lambda: it.run(0, q, k, longer[2])),
-        ("a head too many", lambda: it.run(0, torch.cat((q, q[:, :1]), dim=1), k, v)),
-        ("q of another dtype", lambda: it.run(0, q.to(other), k, v)),
-        ("v of another dtype", lambda: it.run(0, q, k, v.to(other))),
-        ("v on another device", lambda: it.run(0, q, k, v.to("meta"))),
-        ("an invalid plan", lambda: it.plan(replace(plan, num_decodes=plan.num_decodes + 1))),
-        (
-            "a plan with a block that is not there",
-            lambda: it.plan(BatchPlan.build([array("i", [spec.num_blocks])], [1], [1], spec.block_size)),
-        ),
-        ("a copy from a block that is not there", lambda: it.copy_blocks([(0, 0), (spec.num_blocks, 0)])),
-        ("a copy to a negative block", lambda: it.copy_blocks([(0, 0), (0, -1)])),
-        ("two copies to one block", lambda: it.copy_blocks([(spec.num_blocks - 1, 0), (0, 0)])),
+    cache = bits(it.cache).clone()
+    out, lse = (
+        torch.stack(x) for x in zip(*(it.attend_lse(layer, inputs(rows, layer)[0]) for layer in (0, 1)), strict=True)
     )
-    for name, call in calls:
-        yield name, InvalidArgument, call
+    assert lse.dtype is torch.float32, f"the log-sum-exps are {lse.dtype}"
+    lengths = [row.query_len for row in rows]
+    for row, row_out, row_lse in zip(
+        rows, torch.split(out, lengths, dim=1), torch.split(lse, lengths, dim=1), strict=True
+    ):
+        right = dense(spec, row.q, row.k, row.v)
+        assert_near(f"log-sum-exp of {row}", row_lse, right.lse, right.lse_error)
+        assert_near(f"output beside it of {row}", row_out, right.out, right.out_error)
+    assert torch.equal(bits(it.cache), cache), "the cache has changed"
 
 
-def with_error(expected: type[Refusal], call: Callable[[], object], name: str) -> Refusal:
-    """What `call` raises, which must be an `expected` whose message is one line."""
-    try:
-        call()
-    except Exception as raised:
-        error = raised
-    else:
-        raise AssertionError(f"{name}: accepted")
-    if not isinstance(error, expected):
-        raise AssertionError(f"{name}: {type(error).__name__} instead of {expected.__name__}: {error}") from error
-    assert "\n" not in str(error), f"{name}: the message has more than one line"
-    return error
+def parts_of_a_sequence_merge_by_log_sum_exp(backend: Backend, batch: Batch, data: st.DataObject) -> None:
+    """Attention to the first blocks of a sequence and to the rest, merged, is attention to all of it.
 
-
-# ---- capabilities
-
-
-def declared_is_supported(backend: Backend, device: str) -> None:
-    """Every dtype, layout, head size, group size and block size that is declared works, each beside the others' first.
-
-    Where anything is declared, the corners of what a spec may hold.
+    Without a window, which would end elsewhere in each of the parts.
     """
-    declared = backend.capabilities()
-    values: dict[str, list[Any]] = {
-        "dtype": sorted(declared.dtypes or DTYPES),
-        "layout": sorted(declared.layouts or LAYOUTS),
-        "head_size": sorted(declared.head_sizes or (*HEAD_SIZES, 512)),
-        "group_size": sorted(declared.group_sizes or (*GROUP_SIZES, 9)),
-        "block_size": sorted(declared.block_sizes or BLOCK_SIZES),
-    }
-    for feature, (field, value) in FEATURES.items():
-        values[field] = [None, value] if feature in declared.features else [None]
-    first = {name: choices[0] for name, choices in values.items()}
-    for name, choices in values.items():
-        for value in choices:
-            spec = _spec(device, **(first | {name: value}))
-            rows = _two_rows(spec)
-            try:
-                assert_right(spec, rows, step(primed(backend, spec, rows), rows))
-            except Exception as error:
-                raise AssertionError(f"{name} {value} is declared: {type(error).__name__}: {error}") from error
-
-
-def undeclared_is_refused(backend: Backend, device: str) -> None:
-    """With `UnsupportedSpec`, which names what is not supported."""
-    declared = backend.capabilities()
-    first: dict[str, Any] = {
-        "dtype": min(declared.dtypes or DTYPES),
-        "layout": min(declared.layouts or LAYOUTS),
-        "head_size": min(declared.head_sizes or HEAD_SIZES),
-        "group_size": min(declared.group_sizes or GROUP_SIZES),
-        "block_size": min(declared.block_sizes or BLOCK_SIZES),
-    }
-    possible: dict[str, tuple[Any, ...]] = {
-        "dtype": DTYPES,
-        "layout": LAYOUTS,
-        "head_size": tuple(range(1, 513)),
-        "group_size": tuple(range(1, 33)),
-        "block_size": tuple(range(1, 129)),
-    }
-    for name, values in possible.items():
-        supported = getattr(declared, f"{name}s")
-        for value in () if supported is None else sorted(set(values) - supported):
-            _refuses(backend, _spec(device, **(first | {name: value})), name)
-    for other in sorted({"cpu", "cuda", "meta"} - declared.devices):
-        _refuses(backend, _spec(other, **first), "device")
-    for feature in FEATURES.keys() - declared.features:
-        field, value = FEATURES[feature]
-        wanted: dict[str, Any] = {field: value}
-        _refuses(backend, _spec(device, **(first | wanted)), field, feature)
-
-
-def _refuses(backend: Backend, spec: CacheSpec, *names: str) -> None:
-    """A feature goes by the name of a spec's field, or by its own."""
-    what = f"{names[0]} {getattr(spec, names[0])}, which is not declared"
-    error = with_error(UnsupportedSpec, lambda: backend(spec), what)
-    assert error.feature in names, f"{what}: the error names {error.feature}"
-
-
-def _spec(device: str, *, group_size: int, **fields: Any) -> CacheSpec:
-    return CacheSpec(num_layers=2, num_heads=2 * group_size, num_kv_heads=2, device=device, num_blocks=6, **fields)
-
-
-def _two_rows(spec: CacheSpec) -> list[Row]:
-    """A decode after one block and a prompt of three tokens or fewer, in scattered blocks."""
-    generator, blocks = torch.Generator().manual_seed(0), Random(0).sample(range(6), 6)
-
-    def values(length: int, heads: int) -> torch.Tensor:
-        shape = (spec.num_layers, length, heads, spec.head_size)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(spec.device, spec.torch_dtype)
-
-    rows = []
-    for seq_len, query_len in ((spec.block_size + 1, 1), (3, 3)):
-        table = tuple(blocks.pop() for _ in range(-(-seq_len // spec.block_size)))
-        k, v = values(seq_len, spec.num_kv_heads), values(seq_len, spec.num_kv_heads)
-        rows.append(Row(table, values(query_len, spec.num_heads), k, v))
-    return rows
+    spec, size = batch.spec.model_copy(update={"window": None}), batch.spec.block_size
+    for row in batch.rows:
+        if row.seq_len <= size or not row.query_len:
+            continue
+        # One token of the row, as a decode over blocks that hold all that it sees.
+        token = data.draw(st.integers(max(0, size - row.context), row.query_len - 1), label=f"token of {row}")
+        row = replace(row.part(token, token + 1), table=tuple(batch.blocks[: -(-row.seq_len // size)]))
+        cut = data.draw(st.integers(1, (row.seq_len - 1) // size), label="blocks of the first part")
+        it = primed(backend, spec, ())
+        write(spec, it.cache, row, 0, row.seq_len)
+        first = Row(row.table[:cut], row.q, row.k[:, : cut * size], row.v[:, : cut * size])
+        rest = Row(row.table[cut:], row.q, row.k[:, cut * size :], row.v[:, cut * size :])
+        states = []
+        for part in (first, rest):
+            it.plan(planned(spec, [part]))
+            states.append([it.attend_lse(layer, part.q[layer]) for layer in range(spec.num_layers)])
+        outs, lses = (
+            torch.stack([torch.stack([layer[i] for layer in state]) for state in states]).double() for i in (0, 1)
+        )
+        merged = (lses.softmax(0).unsqueeze(-1) * outs).sum(0)
+        right = dense(spec, row.q, row.k, row.v)
+        bound = 2 * right.out_error + 2 * right.lse_error.unsqueeze(-1) * (outs[0] - outs[1]).abs()
+        assert_near(f"{row}, cut after block {cut}", merged, right.out, bound)
 
 
 RANDOM = (
@@ -370,3 +260,4 @@ RANDOM = (
     a_prefix_may_be_shared_or_copied,
     refusals_change_nothing,
 )
+LSE = (log_sum_exps_are_right, parts_of_a_sequence_merge_by_log_sum_exp)

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.backend.engine_backend import Chunk, EngineBackend
 from kvproof.backend.runner import ModelRunner, Step
-from kvproof.fuzz.conformance.batches import Row, dense
 from kvproof.fuzz.conformance.report import Check, on_data
+from kvproof.fuzz.dense import dense
 
 RELATIVE = 64
 """Logits may differ by this many units of the dtype's precision, relative to the largest: several layers' worth of
@@ -34,8 +34,7 @@ def alone(model: ModelRunner, tokens: list[int], rows: list[int]) -> Tensor:
     spec = model.spec.cache_spec(num_blocks=1, block_size=len(tokens))
 
     def attention(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, _ = dense(spec, Row((0,), q[None], k[None], v[None]))
-        return out[0].to(q.dtype)
+        return dense(spec, q, k, v).out.to(q.dtype)
 
     places = torch.arange(len(tokens), device=model.spec.device)
     ids = torch.tensor(tokens, device=model.spec.device)

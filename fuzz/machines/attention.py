@@ -22,7 +22,8 @@ from torch import Tensor
 from kvproof.allocator import Admission, BlockManager, Sequence
 from kvproof.attention import AttentionBackend, CacheSpec, Layout
 from kvproof.attention.torch_paged import TorchAttention
-from kvproof.fuzz.conformance.batches import LAYOUTS, NAN, Row, assert_right, step
+from kvproof.fuzz.conformance.batches import LAYOUTS, Row
+from kvproof.fuzz.conformance.driving import NAN, assert_right, step
 from kvproof.fuzz.machines.harness import NAMESPACES, NUM_SLOTS, SLOTS, TOKENS
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 2, 2, 1, 4

@@ -6,35 +6,36 @@ Each check is one line of the table: what, ok or the first line of what went wro
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec, DType
+from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec, Capabilities, DType
 from kvproof.attention.flashinfer import FlashInferAttention, FlashInferFA3, FlashInferPersistent
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.attention.torch_paged import TorchAttention
 from kvproof.backend import Engine, ModelRunner, ModelSpec, SamplingParams, Step
 from kvproof.backend.graphs import CudaGraph, GraphRunner
-from kvproof.fuzz.flashinfer_double import FlashInferOverDouble
-from kvproof.fuzz.flashinfer_examples import run_example
+from kvproof.fuzz.conformance import check_attention_backend
+from kvproof.fuzz.flashinfer_double import FA3OverDouble, FlashInferOverDouble, PersistentOverDouble
 from kvproof.fuzz.flashinfer_stream import RecordedGraph
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 PEAK_BYTES = 4.8e12  # per second, of an H200's memory
-ATOL = 2e-2  # the kernels round probabilities to 16 bits before they multiply
 
 
 @dataclass
 class Settings:
     device: str
     flashinfer: type[FlashInferAttention]
+    fa3: type[FlashInferAttention]
+    persistent: type[FlashInferAttention]
     examples: int
     decodes: list[tuple[int, int]]  # (rows, context)
     prompt: int
@@ -75,12 +76,26 @@ def environment(it: Settings) -> str:
     return ", ".join(parts)
 
 
-def examples(it: Settings, backend: type[AttentionBackend], **fixed: object) -> str:
-    options = {"window": None, "soft_cap": None, "cache_dtype": None, "head_size": HEAD_SIZE, "dtype": "bfloat16"}
-    options = options | {"fill": 0.0} | fixed
-    for seed in range(it.examples):
-        run_example(backend, seed, atol=ATOL, device=it.device, **options)
-    return f"{it.examples} examples"
+def narrow(backend: type[AttentionBackend], *features: str, **changes: Any) -> type[AttentionBackend]:
+    """The backend for one dtype and head size and few features: each combination is compiled before it runs."""
+    declared = {"dtypes": frozenset({"bfloat16"}), "head_sizes": frozenset({HEAD_SIZE})} | changes
+
+    def capabilities(_: type) -> Capabilities:
+        wide = backend.capabilities()
+        kept = wide.features & {"custom_scale", "lse", *features}
+        return replace(wide, features=kept, **declared)
+
+    return type(f"Narrow{backend.__name__}", (backend,), {"capabilities": classmethod(capabilities)})
+
+
+def conforms(it: Settings, backend: type[AttentionBackend]) -> str:
+    """The conformance kit."""
+    report = check_attention_backend(backend, examples=it.examples, device=it.device, shrink=False)
+    if not report.passed:
+        say(str(report))
+        names = ", ".join(result.name for result in report.failures)
+        raise AssertionError(f"{len(report.failures)} of {len(report.results)} checks: {names}")
+    return f"{len(report.results)} checks, {it.examples} examples each"
 
 
 class RandomModel:
@@ -207,7 +222,7 @@ def decode_speed(it: Settings, rows: int, context: int) -> str:
     rate = rows * context * 2 * KV_HEADS * HEAD_SIZE * 2 / alone
     return (
         f"wrapper {alone * 1e6:8.1f} us ({rate / 1e12:.2f} TB/s, {rate / PEAK_BYTES:4.0%} of peak), "
-        f"run {ours * 1e6:8.1f} us (+{ours / alone - 1:.0%}), plan {plan * 1e6:6.1f} us"
+        f"run {ours * 1e6:8.1f} us ({ours / alone - 1:+.0%}), plan {plan * 1e6:6.1f} us"
     )
 
 
@@ -224,28 +239,31 @@ def main() -> int:
     options = parser.parse_args()
     if options.double:
         torch.set_num_threads(1)
-        it = Settings("cpu", FlashInferOverDouble, 3, [(1, 64), (4, 32)], 64, 1)
+        it = Settings("cpu", FlashInferOverDouble, FA3OverDouble, PersistentOverDouble, 2, [(1, 64), (4, 32)], 64, 1)
     else:
         grid = [(rows, context) for rows in (1, 16, 64, 256) for context in (1024, 4096, 16384)]
-        it = Settings("cuda", FlashInferAttention, 100, grid, 8192, 50)
+        it = Settings("cuda", FlashInferAttention, FlashInferFA3, FlashInferPersistent, 25, grid, 8192, 50)
     table = Table()
     table.add("environment", lambda: environment(it))
-    table.add("flashinfer against dense attention", lambda: examples(it, it.flashinfer))
-    table.add("flashinfer, unused slots full of NaN", lambda: examples(it, it.flashinfer, fill=math.nan))
-    table.add("torch against dense attention", lambda: examples(it, TorchAttention))
-    table.add("flashinfer, padded for graphs", lambda: examples(it, with_graphs(it)))
-    table.add("flashinfer, cascade", lambda: examples(it, with_cascade(it)))
+    kits = {
+        "flashinfer": narrow(it.flashinfer),
+        "torch": TorchAttention,
+        "flashinfer, padded for graphs": narrow(with_graphs(it)),
+        "flashinfer, cascade": narrow(with_cascade(it)),
+    }
     if options.variants:
-        table.add("flashinfer-fa3", lambda: examples(it, FlashInferFA3))
-        table.add("flashinfer-persistent", lambda: examples(it, FlashInferPersistent))
-        for name, fixed in {
-            "8-bit cache": {"cache_dtype": "float8_e4m3fn"},
-            "window": {"window": 17},
-            "soft cap": {"soft_cap": 2.0},
-            "float16, head size 64": {"dtype": "float16", "head_size": 64},
-            "head size 256": {"head_size": 256},
-        }.items():
-            table.add(f"flashinfer, {name}", lambda fixed=fixed: examples(it, it.flashinfer, **fixed))
+        kits |= {
+            "flashinfer-fa3": narrow(it.fa3),
+            "flashinfer-persistent": narrow(it.persistent),
+            "flashinfer, 8-bit cache": narrow(it.flashinfer, "fp8_cache"),
+            "flashinfer, window": narrow(it.flashinfer, "window"),
+            "flashinfer, soft cap": narrow(it.flashinfer, "soft_cap"),
+            "flashinfer, float16": narrow(it.flashinfer, dtypes=frozenset({"float16"})),
+            "flashinfer, head size 64": narrow(it.flashinfer, head_sizes=frozenset({64})),
+            "flashinfer, head size 256": narrow(it.flashinfer, head_sizes=frozenset({256})),
+        }
+    for name, backend in kits.items():
+        table.add(f"conformance of {name}", lambda backend=backend: conforms(it, backend))
     table.add("generation equals the reference's", lambda: generation(it))
     for rows, context in it.decodes:
         table.add(f"decode, {rows} rows of {context}", lambda r=rows, c=context: decode_speed(it, r, c))

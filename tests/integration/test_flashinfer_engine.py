@@ -184,8 +184,35 @@ def test_blocks_that_left_the_window_are_given_back(attention: str, window: int,
 
 def test_the_gpu_script_can_be_rehearsed_without_one() -> None:
     script = Path(__file__).parents[1] / "gpu" / "check.py"
-    run = subprocess.run([sys.executable, script, "--double"], capture_output=True, text=True, check=False)
+    command = [sys.executable, script, "--double", "--variants"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    table = run.stdout.split("\n\n")[1].splitlines()
-    kinds = "environment flashinfer flashinfer, torch flashinfer, flashinfer, generation decode, decode, prefill,"
-    assert [line.split()[0] for line in table] == kinds.split()
+    table = [line.split() for line in run.stdout.split("\n\n")[1].splitlines()]
+    assert [row[0] for row in table] == [
+        "environment",
+        *["conformance"] * 12,
+        "generation",
+        *["decode,"] * 2,
+        "prefill,",
+    ]
+    assert all("ok" in row for row in table)
+
+
+def test_the_gpu_script_says_what_failed(tmp_path: Path) -> None:
+    """With a fault planted: its line is in the table, the others are as well, and the exit status tells."""
+    script = Path(__file__).parents[1] / "gpu" / "check.py"
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        "import runpy, sys\n"
+        "from kvproof.attention.torch_paged import TorchAttention\n"
+        "TorchAttention._write = lambda *_: None\n"
+        f"sys.argv = [{str(script)!r}, '--double']\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    run = subprocess.run([sys.executable, planted], capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stdout + run.stderr
+    table = run.stdout.rstrip().split("\n\n")[-1].splitlines()
+    (failed,) = (line for line in table if "FAILED" in line)
+    assert failed.startswith("conformance of torch ")
+    assert "a step is right" in failed
+    assert table[-1].startswith("prefill, 64 tokens ")

@@ -27,10 +27,10 @@ from kvproof.attention import (
 )
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.attention.torch_paged import KEYS_MULTIPLE, PADDING, TorchAttention, _similar_rows
-from kvproof.fuzz.dense import Sequence, dense
+from kvproof.fuzz.conformance import attention_checks
+from kvproof.fuzz.dense import dense
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
-NUM_BLOCKS = 400
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,23 +59,6 @@ def make_spec(**changes: Any) -> CacheSpec:
     return CacheSpec(**(fields | changes))
 
 
-@st.composite
-def specs(draw: st.DrawFn) -> CacheSpec:
-    num_kv_heads = draw(st.integers(1, 3))
-    return make_spec(
-        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5])),
-        num_kv_heads=num_kv_heads,
-        head_size=draw(st.sampled_from([4, 8, 12])),
-        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"])),
-        num_blocks=NUM_BLOCKS,
-        block_size=draw(st.sampled_from([*range(1, 18), 64])),
-        layout=draw(st.sampled_from(["NHD", "HND"])),
-        scale=draw(st.sampled_from([None, None, 0.7])),
-        window=draw(st.sampled_from([None, None, 1, 2, 5, 17])),
-        soft_cap=draw(st.sampled_from([None, None, 2.0])),
-    )
-
-
 def random_tokens(spec: CacheSpec, count: int) -> tuple[Tensor, Tensor, Tensor]:
     q = torch.randn(count, spec.num_heads, spec.head_size, dtype=torch.float64)
     k, v = torch.randn(2, count, spec.num_kv_heads, spec.head_size, dtype=torch.float64)
@@ -86,62 +69,22 @@ def assert_close(spec: CacheSpec, got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=TOLERANCE[spec.dtype])
 
 
-@settings(max_examples=60, deadline=None)
-@given(specs(), st.integers(1, 5), st.integers(0, 2**31))
-def test_sequences_computed_in_steps_match_dense_attention(
-    path: str, spec: CacheSpec, num_sequences: int, seed: int
-) -> None:
-    """Chunks, decodes and mixtures of them, on scattered blocks of a cache full of NaN, some sharing a prefix."""
-    torch.manual_seed(seed)
-    choose = random.Random(seed)
-    blocks = iter(choose.sample(range(NUM_BLOCKS), NUM_BLOCKS))
-    longest = 70 if spec.block_size == 64 else 3 * spec.block_size + 2
-    sequences: list[Sequence] = []
-    for _ in range(num_sequences):
-        length = choose.randint(1, longest)
-        reserved = -(-length // spec.block_size) + choose.randint(0, 1)
-        sequences.append(Sequence(*random_tokens(spec, length), array("i", [next(blocks) for _ in range(reserved)])))
-    for sequence in sequences[1:]:
-        if choose.random() < 0.5:
-            sequence.share_prefix(sequences[0], spec.block_size)
-    for s in sequences:
-        s.right, s.lse = dense(spec, s.q, s.k, s.v)
-    backends: list[AttentionBackend] = [ReferenceAttention(spec)]
-    if spec.dtype != "float64":
-        backends.append(paged := TorchAttention(spec))
-        assert (paged._kernel is None) == (path == "gather")
-    for backend in backends:
-        backend.cache.fill_(float("nan"))
+class Gathering(TorchAttention):
+    """Decodes as where there is no decode kernel."""
 
-    while any(s.done < len(s.q) for s in sequences):
-        step: list[tuple[int, int]] = []
-        for index, s in enumerate(sequences):
-            left = len(s.q) - s.done
-            if left and sequences[0].done >= s.shared:
-                step.append((index, choose.choice([1, min(3, left), left])))
-        step.sort(key=lambda row: row[1] != 1)
-        rows = [(sequences[index], n) for index, n in step]
-        plan = BatchPlan.build(
-            [*(s.table for s, _ in rows), array("i")],
-            [*(s.done + n for s, n in rows), 0],
-            [*(n for _, n in rows), 0],
-            spec.block_size,
-        )
-        q, k, v = (torch.cat([getattr(s, name)[s.done : s.done + n] for s, n in rows]) for name in "qkv")
-        right, right_lse = (torch.cat([getattr(s, x)[s.done :][:n] for s, n in rows]) for x in ("right", "lse"))
-        for backend in backends:
-            backend.plan(plan)
-            out = backend.run(0, q, k, v)
-            assert_close(spec, out, right)
-            again, lse = backend.attend_lse(0, q)
-            assert_close(spec, again, right)
-            assert lse.dtype is torch.float32
-            torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=TOLERANCE["float32"])
-            assert_close(spec, backend.run(1, q, k, -v), -right)
-        for s, n in rows:
-            s.done += n
-    for backend in backends[1:]:
-        torch.testing.assert_close(backend.cache, backends[0].cache, rtol=0, atol=0, equal_nan=True)
+    def __init__(self, spec: CacheSpec) -> None:
+        super().__init__(spec)
+        self._kernel = None
+
+
+test_torch_conforms = attention_checks("torch", examples=30)
+test_torch_without_its_kernel_conforms = attention_checks(Gathering, examples=30)
+test_reference_conforms = attention_checks("reference", examples=20)
+
+
+def test_a_processor_with_a_compiler_has_the_kernel(path: str) -> None:
+    for changes in ({}, {"window": 3}, {"soft_cap": 2.0}, {"dtype": "bfloat16"}, {"dtype": "float16", "layout": "HND"}):
+        assert (TorchAttention(make_spec(**changes))._kernel is None) == (path == "gather")
 
 
 @pytest.mark.usefixtures("path")

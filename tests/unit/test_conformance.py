@@ -7,15 +7,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import Phase, given, seed, settings
 from torch import Tensor
 
 from kvproof.allocator import FIFO, LRU, BlockManager
 from kvproof.attention import AttentionBackend, BackendUnavailable, CacheSpec, Capabilities
+from kvproof.attention.base import Feature
+from kvproof.attention.reference import ReferenceAttention
 from kvproof.backend import Step, UnknownPlugin
 from kvproof.fuzz.conformance import (
     Report,
@@ -28,11 +32,11 @@ from kvproof.fuzz.conformance import (
     policy_checks,
     runner_checks,
 )
-from kvproof.fuzz.conformance.attention import RANDOM, checks
-from kvproof.fuzz.conformance.batches import Row, dense
+from kvproof.fuzz.conformance.attention import LSE, RANDOM, checks
+from kvproof.fuzz.conformance.batches import BLOCK_SIZES, DTYPES, FEATURES, GROUP_SIZES, HEAD_SIZES, LAYOUTS, shapes
 from kvproof.fuzz.conformance.faults import ATTENTION_FAULTS, METADATA_FAULTS, MethodFault
 from kvproof.fuzz.conformance.report import Effort, Result
-from kvproof.fuzz.flashinfer_double import FlashInferOverDouble
+from kvproof.fuzz.dense import dense
 from kvproof.fuzz.toy import ToyRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,9 +71,6 @@ class OutOfTree(AttentionBackend):
         return out
 
 
-test_torch = attention_checks("torch", examples=30)
-test_reference = attention_checks("reference", examples=20)
-test_flashinfer_over_its_double = attention_checks(FlashInferOverDouble, examples=10)
 test_a_backend_of_somebody_elses = attention_checks(OutOfTree, examples=10)
 test_lru = policy_checks(LRU, examples=20)
 test_fifo = policy_checks(FIFO, examples=20)
@@ -90,7 +91,9 @@ def test_faults_have_names_of_their_own_and_every_check_but_three_has_one() -> N
     """The other three compare a backend with itself, and have wrong backends of their own below."""
     assert len({fault.name for fault in ATTENTION_FAULTS}) == len(ATTENTION_FAULTS)
     assert len(METADATA_FAULTS) >= 10
-    assert {check.__name__ for check in RANDOM} - {fault.noticed_by.__name__ for fault in ATTENTION_FAULTS} == {
+    assert {check.__name__ for check in (*RANDOM, *LSE)} - {
+        fault.noticed_by.__name__ for fault in ATTENTION_FAULTS
+    } == {
         "physical_blocks_may_be_permuted",
         "rows_do_not_depend_on_each_other",
         "a_prefix_may_be_shared_or_copied",
@@ -161,6 +164,76 @@ def test_a_report_has_all_checks_and_does_not_stop_at_the_first_that_fails() -> 
     assert str(report).splitlines()[-1] == f"out-of-tree: {14 - len(report.failures)} of 14 checks passed"
 
 
+class Boastful(OutOfTree):
+    """Declares a feature that there is not."""
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return replace(super().capabilities(), features=frozenset({"windows"}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("feature", [*FEATURES, "lse"])
+def test_a_feature_that_is_declared_and_untrue_is_noticed(feature: Feature) -> None:
+    class Untrue(OutOfTree):
+        """Does as if it had not been asked for, or raises."""
+
+        @classmethod
+        def capabilities(cls) -> Capabilities:
+            return replace(super().capabilities(), features=frozenset({feature}))
+
+        def __init__(self, spec: CacheSpec) -> None:
+            super().__init__(spec)
+            self.spec = spec.model_copy(update={"scale": None})
+
+    for check in ("log sum exps are right",) if feature == "lse" else ("a step is right", "declared is supported"):
+        assert outcome(Untrue, check, examples=200, shrink=False).error is not None
+
+
+def test_a_feature_that_there_is_not_is_refused() -> None:
+    (failure,) = check_attention_backend(Boastful, examples=2).failures
+    assert failure.name == "declared is supported"
+    assert str(failure.error) == (
+        "there are no features ['windows']; there are custom_scale, window, soft_cap, fp8_cache, lse"
+    )
+
+
+def test_everything_that_is_declared_is_drawn() -> None:
+    """Within the examples of a run by hand, but for the last few of head, group and block sizes in some."""
+    seen: dict[str, set[Any]] = {}
+
+    @seed(0)
+    @settings(max_examples=200, database=None, phases=(Phase.generate,))
+    @given(shapes(ReferenceAttention.capabilities(), "cpu"))
+    def draw(shape: dict[str, Any]) -> None:
+        spec = CacheSpec(**shape, num_blocks=1)
+        for name in (
+            "dtype",
+            "layout",
+            "head_size",
+            "group_size",
+            "block_size",
+            "scale",
+            "window",
+            "soft_cap",
+            "k_scale",
+        ):
+            seen.setdefault(name, set()).add(getattr(spec, name))
+
+    draw()
+    assert seen == {
+        "dtype": set(DTYPES),
+        "layout": set(LAYOUTS),
+        "head_size": set(HEAD_SIZES),
+        "group_size": set(GROUP_SIZES),
+        "block_size": set(BLOCK_SIZES),
+        "scale": {None, 0.7},
+        "window": {None, 1, 2, 3, 5, 17},
+        "soft_cap": {None, 1.5, 20.0},
+        "k_scale": {1.0, 0.5, 0.25},
+    }
+    assert set(FEATURES) | {"lse"} == set(get_args(Feature)) == ReferenceAttention.capabilities().features
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     def told(seed: int) -> tuple[int, str]:
         result = outcome(Neighbourly, "a step is right", examples=20, seed=seed, shrink=False)
@@ -195,13 +268,14 @@ def test_the_right_result_worked_out_by_hand() -> None:
     q = torch.cat((one, one), dim=-1)
     k = torch.cat((q, 0 * q), dim=1)
     v = torch.cat((q, 3 * q), dim=1)
-    out, bound = dense(spec_of("float32"), Row((0,), q, k, v))
+    out, _, bound, _ = dense(spec_of("float32"), q, k, v)
     weight = 1 / (1 + torch.tensor(-2 * torch.tanh(torch.tensor(2 / 2**0.5 / 2, dtype=torch.float64)).item()).exp())
     torch.testing.assert_close(out, (weight * 1 + (1 - weight) * 3).double().expand(1, 1, 1, 2), rtol=1e-6, atol=0)
     assert bound.max() < 1e-5
-    assert dense(spec_of("bfloat16"), Row((0,), q, k, v))[1].max() < 0.1
-    windowed, _ = dense(CacheSpec(**(spec_of("float32").model_dump() | {"window": 1})), Row((0,), q, k, v))
-    assert windowed.flatten().tolist() == [3, 3]
+    assert dense(spec_of("bfloat16"), q, k, v).out_error.max() < 0.1
+    windowed = dense(CacheSpec(**(spec_of("float32").model_dump() | {"window": 1})), q, k, v)
+    assert windowed.out.flatten().tolist() == [3, 3]
+    assert windowed.lse.flatten().tolist() == [0]
 
 
 # ---- policies

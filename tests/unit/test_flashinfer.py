@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvproof.allocator.errors import InvalidArgument
@@ -23,6 +21,7 @@ from kvproof.attention.flashinfer import (
 )
 from kvproof.attention.flashinfer_cascade import common_prefix, without_prefix
 from kvproof.attention.reference import ReferenceAttention
+from kvproof.fuzz.conformance import Effort, attention_checks
 from kvproof.fuzz.dense import dense
 from kvproof.fuzz.flashinfer_double import (
     CascadeOverDouble,
@@ -33,34 +32,30 @@ from kvproof.fuzz.flashinfer_double import (
     LazyGraphsOverDouble,
     LazyOverDouble,
     PersistentOverDouble,
+    make_spec,
 )
-from kvproof.fuzz.flashinfer_examples import make_spec, run_example
+from kvproof.fuzz.flashinfer_plants import steps_follow_each_other
 from kvproof.fuzz.flashinfer_wrappers import DecodeDouble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-VARIANTS: list[tuple[type[FlashInferOverDouble], dict[str, Any]]] = [
-    (FlashInferOverDouble, {}),
-    # No kernel and no copy runs before somebody waits for it, which only the lanes' own events do until the end.
-    (LazyOverDouble, {}),
-    (GraphsOverDouble, {}),
-    (LazyGraphsOverDouble, {}),
-    # Merging rounds each of the two parts, however small their sum is.
-    (CascadeOverDouble, {"dtype": "float16", "atol": 2**-8, "window": None}),
-    (LazyCascadeOverDouble, {"dtype": "float16", "atol": 2**-8, "window": None}),
-    (FA3OverDouble, {"cache_dtype": None}),
-    (PersistentOverDouble, {"cache_dtype": None, "window": None}),
-]
+test_flashinfer_conforms = attention_checks(FlashInferOverDouble, examples=10)
+test_graphs_conform = attention_checks(GraphsOverDouble, examples=4)
+test_cascade_conforms = attention_checks(CascadeOverDouble, examples=4)
+test_fa3_conforms = attention_checks(FA3OverDouble, examples=4)
+test_persistent_conforms = attention_checks(PersistentOverDouble, examples=4)
 
 
-@pytest.mark.parametrize(("backend", "options"), VARIANTS, ids=[variant[0].__name__ for variant in VARIANTS])
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_sequences_computed_in_steps_match_dense_attention(
-    backend: type[FlashInferOverDouble], options: dict[str, Any], seed: int
-) -> None:
-    run_example(backend, seed, **options)
+@pytest.mark.parametrize("backend", [GraphsOverDouble, CascadeOverDouble, PersistentOverDouble])
+def test_steps_follow_each_other(backend: type[FlashInferOverDouble]) -> None:
+    steps_follow_each_other(backend)(Effort(40))
+
+
+@pytest.mark.parametrize("backend", [LazyOverDouble, LazyGraphsOverDouble, LazyCascadeOverDouble])
+def test_steps_may_be_planned_before_those_before_them_have_run(backend: type[FlashInferOverDouble]) -> None:
+    """No kernel and no copy runs before somebody waits for it, which only the lanes' own events do until the end."""
+    steps_follow_each_other(backend)(Effort(40))
 
 
 def planned(
@@ -282,12 +277,6 @@ def test_what_is_too_large_for_8_bits_is_stored_as_the_largest_number() -> None:
         assert values == [448, -448, 112, 0.5]
         it.copy_blocks([(3, 5)])
         assert it.kv(0)[0][5, 3, 0, :4].float().tolist() == keys
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_the_reference_reads_8_bits(seed: int) -> None:
-    run_example(ReferenceAttention, seed, cache_dtype="float8_e4m3fn", window=None, soft_cap=None)
 
 
 def test_positions_are_those_of_the_plan() -> None:

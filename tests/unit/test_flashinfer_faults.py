@@ -1,4 +1,4 @@
-"""Planted faults: the double and the random examples notice what the real package lets pass.
+"""Planted faults: the double and random batches notice what the real package lets pass.
 
 Most of these would be silent on a GPU. A driver with one of them must fail within 200 examples.
 """
@@ -12,19 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvproof.attention import BatchPlan
+from kvproof.attention import BatchPlan, CacheSpec
 from kvproof.attention.flashinfer import FlashInferAttention
 from kvproof.attention.flashinfer_lane import Lane, StepLane
 from kvproof.fuzz.flashinfer_double import FlashInferOverDouble, LazyOverDouble
-from kvproof.fuzz.flashinfer_examples import NUM_BLOCKS
 from kvproof.fuzz.flashinfer_plants import Plant, argument, assert_noticed, nothing_waits, wrapper_argument
 from kvproof.fuzz.flashinfer_stream import StreamEvent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def staged(*indices: int, change: Callable[[Tensor, int], Tensor]) -> Plant:
-    """Change arrays on their way to the wrappers, given the page size.
+def staged(*indices: int, change: Callable[[Tensor, CacheSpec], Tensor]) -> Plant:
+    """Change arrays on their way to the wrappers.
 
     0 to 3 are the prefills' qo_indptr, kv_indptr, kv_indices and kv_last_page_len, 4 to 6 the decodes' last three.
     """
@@ -35,7 +34,7 @@ def staged(*indices: int, change: Callable[[Tensor, int], Tensor]) -> Plant:
         def faulty(self: Lane, *arrays: Tensor) -> list[Tensor]:
             made = list(stage(self, *arrays))
             for index in indices if len(made) > 1 else ():  # not in the tokens' places
-                made[index] = change(made[index], self._spec.block_size)
+                made[index] = change(made[index], self._spec)
             return made
 
         patch.setattr(Lane, "_stage", faulty)
@@ -48,7 +47,7 @@ def split_one_late(patch: pytest.MonkeyPatch) -> None:
 
     def faulty(self: StepLane, batch: BatchPlan, shared: int) -> None:
         submit(self, batch, shared)
-        self._num_decodes += 1
+        self._num_decodes += self._num_decodes > 0
 
     patch.setattr(StepLane, "_submit", faulty)
 
@@ -94,15 +93,23 @@ def strided_queries(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: list[tuple[str, Plant, str]] = [  # and by what each is noticed: a rule of the double, or wrong numbers
-    ("full last page is 0", staged(3, 6, change=lambda last, size: last.where(last < size, 0)), "last-page-len"),
-    ("last_page_len too long", staged(3, 6, change=lambda last, _: last + (last > 0).int()), ""),
+    (
+        "full last page is 0",
+        staged(3, 6, change=lambda last, spec: last.where(last < spec.block_size, 0)),
+        "last-page-len",
+    ),
+    (
+        "last_page_len too long",
+        staged(3, 6, change=lambda last, spec: last + ((last > 0) & (last < spec.block_size)).int()),
+        "",
+    ),
     ("last_page_len too short", staged(3, 6, change=lambda last, _: last - (last > 1).int()), ""),
     ("prefill kv_indptr not rebased", staged(1, change=lambda indptr, _: indptr + 1), "indptr-start"),
     ("decode kv_indptr off by one", staged(4, change=lambda indptr, _: indptr + 1), "indptr-start"),
     ("qo_indptr not rebased", staged(0, change=lambda indptr, _: indptr + 1), "indptr-start"),
     ("int64 indices", staged(2, 5, change=lambda indices, _: indices.long()), "index-dtype"),
     ("pages in reverse order", staged(2, 5, change=lambda indices, _: indices.flip(0)), ""),
-    ("page numbers off by one", staged(2, 5, change=lambda indices, _: (indices + 1) % NUM_BLOCKS), ""),
+    ("page numbers off by one", staged(2, 5, change=lambda indices, spec: (indices + 1) % spec.num_blocks), ""),
     ("decode indices one short", staged(5, change=lambda indices, _: indices[:-1]), "indices-length"),
     ("a decode too many is run", split_one_late, "q-shape"),
     ("window off by one", argument(window_left=lambda left, spec: -1 if spec.window is None else spec.window), ""),
@@ -118,14 +125,24 @@ FAULTS: list[tuple[str, Plant, str]] = [  # and by what each is noticed: a rule 
     ("CUDA-core decode", wrapper_argument("use_tensor_cores", lambda _: False), "group-size"),
     ("backend left open", wrapper_argument("backend", lambda _: "auto"), "backend"),
     ("an old lane runs", lanes_never_change, "not-planned"),
-    ("nothing waits for copies", nothing_waits, "replanned-too-soon"),
-    ("event recorded a copy early", recorded_before_the_copies, "overwritten"),
-    ("lanes share their memory", staged_in_one_place, "overwritten"),
     ("strided queries", strided_queries, "q-contiguous"),
 ]
 
+LATE_FAULTS: list[tuple[str, Plant, str]] = [  # which show where work runs later than it is submitted
+    ("nothing waits for copies", nothing_waits, "replanned-too-soon"),
+    ("event recorded a copy early", recorded_before_the_copies, "overwritten"),
+    ("lanes share their memory", staged_in_one_place, "overwritten"),
+]
+CASES = [*((FlashInferOverDouble, *fault) for fault in FAULTS), *((LazyOverDouble, *fault) for fault in LATE_FAULTS)]
 
-@pytest.mark.parametrize(("plant", "rule"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
-def test_a_planted_fault_is_noticed(plant: Plant, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(
+    ("backend", "plant", "rule"),
+    [(backend, plant, rule) for backend, _, plant, rule in CASES],
+    ids=[name for _, name, _, _ in CASES],
+)
+def test_a_planted_fault_is_noticed(
+    backend: type[FlashInferOverDouble], plant: Plant, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
-    assert_noticed([(FlashInferOverDouble, {}), (LazyOverDouble, {})], rule)
+    assert_noticed(backend, rule)

@@ -27,8 +27,8 @@ from kvproof.fuzz.flashinfer_double import (
     FlashInferOverDouble,
     GraphsOverDouble,
     PersistentOverDouble,
+    make_spec,
 )
-from kvproof.fuzz.flashinfer_examples import make_spec
 
 WRAPPERS = SimpleNamespace(
     BatchPrefillWithPagedKVCacheWrapper=object(),
