@@ -1,0 +1,106 @@
+"""The record of what we touch of vLLM: complete, as installed, and refused where it is not known.
+
+Sources are read, not imported, so this needs no more than the folder of a vLLM: that of KVPROOF_VLLM_PYTHON.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvproof.backend.integrations.vllm import contract
+from kvproof.backend.integrations.vllm.errors import UnsupportedVllm
+
+WHERE = "import importlib.util as i; print(i.find_spec('vllm').submodule_search_locations[0])"
+READ = sorted({"_version.py", *contract.ASKERS, *(n.split(":")[0] for n in (*contract.SIGNATURES, *contract.FIELDS))})
+
+
+@pytest.fixture(scope="module")
+def installed() -> Path:
+    python = os.environ.get("KVPROOF_VLLM_PYTHON")
+    if not python:
+        pytest.skip("KVPROOF_VLLM_PYTHON names no interpreter that has vLLM")
+    found = subprocess.run([python, "-c", WHERE], capture_output=True, text=True, check=True)
+    return Path(found.stdout.strip())
+
+
+@pytest.fixture
+def copy(installed: Path, tmp_path: Path) -> Path:
+    for file in READ:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(installed / file, tmp_path / file)
+    return tmp_path
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_three_versions_are_on_record_and_nothing_is_missing_from_them() -> None:
+    record = contract.recorded()
+    assert list(record) == ["0.30", "0.31", "0.32"]
+    assert [name for surface in record.values() for name, text in surface.items() if text == "missing"] == []
+
+
+def test_the_installed_version_is_as_recorded(installed: Path) -> None:
+    assert contract.minor(contract.version_of(installed)) in contract.recorded()
+    assert contract.drift(installed) == []
+
+
+def test_what_has_moved_is_named(copy: Path) -> None:
+    edit(copy / "v1/core/kv_cache_manager.py", "has_scheduled_reqs: bool = True", "nobody_runs: bool = False")
+    edit(copy / "v1/request.py", "self.cache_salt: str | None = cache_salt", "self.salt = cache_salt")
+    edit(copy / "v1/core/sched/scheduler.py", "kv_cache_manager.new_step_starts()", "kv_cache_manager.begin_step(1)")
+    edit(copy / "v1/core/block_pool.py", "def touch(", "def pat(")
+    moved = contract.drift(copy)
+    manager = "v1/core/kv_cache_manager.py:KVCacheManager.allocate_slots"
+    assert moved[0].startswith(f"{manager} was (self, request, num_new_tokens")
+    assert "has_scheduled_reqs=True" in moved[0].split(" and is ")[0]
+    assert "nobody_runs=False" in moved[0].split(" and is ")[1]
+    assert moved[1].startswith("v1/core/block_pool.py:BlockPool.touch was (self, blocks)")
+    assert moved[1].endswith(" and is missing")
+    assert moved[2:] == [
+        "v1/request.py:Request.cache_salt was there and is missing",
+        "asked: new_step_starts was v1/core/sched/scheduler.py and is nothing",
+        "asked: begin_step was nothing and is v1/core/sched/scheduler.py",
+    ]
+
+
+def test_our_manager_answers_all_that_is_asked() -> None:
+    folder = Path(contract.__file__).parent
+    classes = {node.name: node for node in ast.parse((folder / "manager.py").read_text()).body
+               if isinstance(node, ast.ClassDef)}  # fmt: skip
+    answers = {name: set(contract._fields(found)) for name, found in classes.items()}
+    parts = {"block_pool": "_PoolView", "coordinator": "_Coordinator", "empty_kv_cache_blocks": "Blocks"}
+    for version, surface in contract.recorded().items():
+        asked = [name.removeprefix("asked: ") for name in surface if name.startswith("asked: ")]
+        assert len(asked) > 25
+        for name in asked:
+            first, _, second = name.partition(".")
+            answered = second in answers[parts[first]] if second else first in answers["KVCacheManager"]
+            assert answered != (name in contract.UNREACHED), f"vLLM {version} asks {name}"
+
+
+def test_other_versions_are_refused_unless_forced(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contract.require_known("0.31.4+cpu")
+    monkeypatch.delenv(contract.FORCE, raising=False)
+    with pytest.raises(UnsupportedVllm) as refused:
+        contract.require_known("0.33.0")
+    assert str(refused.value) == (
+        "vLLM 0.33.0 is not among the tested versions 0.30, 0.31, 0.32; KVPROOF_VLLM_UNTESTED=1 tries it anyway"
+    )
+    monkeypatch.setenv(contract.FORCE, "1")
+    monkeypatch.setattr(contract, "installed", lambda: copy)
+    with pytest.warns(RuntimeWarning, match="vLLM 0.33.0 is untested, .*: nothing that we know of has moved"):
+        contract.require_known("0.33.0")
+    edit(copy / "v1/core/block_pool.py", "def touch(", "def pat(")
+    contract._parse.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"BlockPool\.touch was \(self, blocks\) and is missing"):
+        contract.require_known("0.33.0")
