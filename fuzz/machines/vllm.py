@@ -1,0 +1,451 @@
+"""State machines for the vLLM integration: vLLM's schedulers on our manager, and on our pool, beside vLLM's own.
+
+All get the same requests and run the same schedules. Each has a worker that follows the scheduler's orders as the model
+runner does, and notices any slot that is read and does not hold what its reader computed (`vllm_engine`). Runs where
+vLLM is installed:
+
+    python -m kvproof.fuzz.machines.vllm [--examples N] [--faults]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as StockAsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
+
+from kvproof.backend.integrations.vllm import AsyncPoolScheduler, AsyncScheduler, PoolScheduler, Scheduler
+from kvproof.backend.integrations.vllm.blocks import EngineBlocks
+from kvproof.backend.integrations.vllm.manager import KVCacheManager
+from kvproof.backend.integrations.vllm.pool import BlockPool
+from kvproof.fuzz.machines.vllm_engine import VOCABULARY, Ask, Engine, Shape
+from kvproof.fuzz.planted import Fault
+
+WHICH = st.integers(0, 31)
+NAMESPACES = st.sampled_from(((None, None),) * 6 + (("x", None), (None, "x")))
+MEDIA = st.sampled_from(((),) * 6 + ((("cat", 1, 3),), (("dog", 1, 3),), (("cat", 2, 3),)))
+
+
+class Side(RuleBasedStateMachine):
+    """Our side of the comparison, and vLLM's. Subclasses say which schedulers of ours, and what they may differ in."""
+
+    ours: tuple[Callable[..., Any], Callable[..., Any]]
+    shapes: st.SearchStrategy[dict[str, Any]]
+    sound = False
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        drawn = data.draw(self.shapes)
+        capacity = (drawn["num_blocks"] - 1) * drawn["block_size"]
+        shape = self.shape = Shape(**drawn, max_model_len=min(capacity // len(drawn.get("windows", (None,))), 48))
+        self.engines = [
+            Engine(stock if i == 0 else self.ours[shape.asynchronous], shape)
+            for i, stock in enumerate((StockAsyncScheduler if shape.asynchronous else StockScheduler, None))
+        ]
+        self.beside = self.sound = True
+        self.was_reset = False
+        self.was_preempted = False
+        self.names: list[str] = []
+        self.prompts: list[tuple[int, ...]] = [(0,)]
+        self.started()
+
+    @rule(
+        base=WHICH,
+        keep=st.none() | st.integers(0, 12),
+        suffix=st.lists(st.integers(0, VOCABULARY - 1), max_size=10),
+        max_tokens=st.integers(1, 8),
+        namespace=NAMESPACES,
+        media=MEDIA,
+        reads_cache=st.sampled_from((True,) * 5 + (False,)),
+        priority=st.integers(0, 2),
+    )
+    def add(
+        self,
+        base: int,
+        keep: int | None,
+        suffix: list[int],
+        max_tokens: int,
+        namespace: tuple[str | None, str | None],
+        media: tuple[tuple[str, int, int], ...],
+        reads_cache: bool,
+        priority: int,
+    ) -> None:
+        """A request, whose prompt usually begins like one that was seen before."""
+        prompt = self.prompts[-1 - base % len(self.prompts)][:keep] + tuple(suffix)
+        prompt = prompt[: self.shape.max_model_len - 1] or (0,)
+        name = str(len(self.names))
+        salt, adapter = namespace
+        ask = Ask(name, prompt, max_tokens, salt, adapter, media, reads_cache, priority)
+        self.names.append(name)
+        self.prompts.append(prompt)
+        for engine in self.engines:
+            engine.add(ask)
+
+    @rule(n=st.integers(1, 6))
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.step()
+
+    @rule(which=WHICH)
+    def abort(self, which: int) -> None:
+        if self.names:
+            for engine in self.engines:
+                engine.abort(self.names[which % len(self.names)])
+
+    @rule(running=st.booleans())
+    def reset(self, running: bool) -> None:
+        """The weights have changed. Without `running`, it is refused while blocks are in use."""
+        answers = [engine.scheduler.reset_prefix_cache(reset_running_requests=running) for engine in self.engines]
+        self.was_reset |= answers[1]
+        if self.beside:
+            assert answers[0] == answers[1]
+
+    def step(self) -> None:
+        self.sound = False
+        stock, ours = (engine.step() for engine in self.engines)
+        self.check()
+        self.sound = True
+        self.was_preempted |= bool(ours["preempted"])
+        if self.beside and stock != ours:
+            self.beside = False
+            self.differ(stock, ours)
+        for name, output in self.engines[1].outputs.items():
+            if len(output) == 3:  # the next turn of a conversation begins like this
+                self.prompts.append(self.engines[1].worker.asks[name].prompt + tuple(output))
+
+    def differ(self, stock: dict[str, Any], ours: dict[str, Any]) -> None:
+        raise AssertionError(f"vLLM's own: {stock}, ours: {ours}")
+
+    def started(self) -> None:
+        """The engines are there."""
+
+    def check(self) -> None:
+        """Ours is sound."""
+        raise NotImplementedError
+
+    def teardown(self) -> None:
+        if not self.sound:  # the failure is told already
+            return
+        for _ in range(300):
+            if not any(engine.scheduler.has_unfinished_requests() for engine in self.engines):
+                break
+            self.step()
+        for engine in self.engines:
+            engine.run_dry()
+            assert engine.scheduler.kv_cache_manager.usage == 0, "blocks are in use, and nobody uses them"
+        self.check()
+        stock, ours = self.engines
+        assert {name: out for name, out in ours.outputs.items() if len(out) == len(stock.outputs[name])} == {
+            name: out for name, out in stock.outputs.items() if len(out) == len(ours.outputs[name])
+        }
+        if self.beside:
+            event("beside to the end")
+            assert stock.outputs == ours.outputs
+            assert [stats.prefix_cache_stats for stats in stock.stats] == [
+                stats.prefix_cache_stats for stats in ours.stats
+            ]
+
+
+def shapes(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    drawn: dict[str, st.SearchStrategy[Any]] = {
+        "num_blocks": st.integers(4, 16),
+        "block_size": st.sampled_from((1, 2, 3, 4)),
+        "max_batched_tokens": st.sampled_from((8, 16, 32)),
+        "max_seqs": st.sampled_from((1, 3, 8)),
+        "caching": st.sampled_from((True, True, True, False)),
+        "whole_prompt_must_fit": st.booleans(),
+        "watermark": st.sampled_from((0.0, 0.0, 0.2)),
+        "policy": st.sampled_from(("fcfs", "fcfs", "priority")),
+        "long_prefill": st.sampled_from((0, 0, 3)),
+        "num_drafts": st.sampled_from((0, 0, 2)),
+        "eagle": st.booleans(),
+        "asynchronous": st.booleans(),
+        "events": st.sampled_from((False, False, True)),
+    }
+    return st.fixed_dictionaries(drawn | more).map(_consistent)
+
+
+def _consistent(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Drafts are for synchronous scheduling here: with the other, vLLM's workers make them up themselves."""
+    if drawn["asynchronous"] or not drawn["num_drafts"]:
+        drawn |= {"num_drafts": 0, "eagle": False}
+    return drawn
+
+
+class VllmManagerMachine(Side):
+    """Our block manager. It may be ahead of vLLM's, and then goes its own way.
+
+    Ahead, because of two equal blocks it takes the one that is in use anyway, while vLLM takes the older one, which may
+    cost a free block. And behind in one case: what was preempted in the same scheduling that gave it blocks, which only
+    the policy "priority" does, was never written, and vLLM finds it all the same.
+    """
+
+    ours = (Scheduler, AsyncScheduler)
+    shapes = shapes()
+    twins = False
+
+    def started(self) -> None:
+        prefixes = self.engines[1].scheduler.kv_cache_manager.blocks._prefixes
+        publish = prefixes.publish_duplicate
+
+        def publish_duplicate(block: int, node: int) -> None:
+            self.twins = True
+            publish(block, node)
+
+        prefixes.publish_duplicate = publish_duplicate
+
+    def differ(self, stock: dict[str, Any], ours: dict[str, Any]) -> None:
+        ahead = len(ours["scheduled"]) > len(stock["scheduled"]) or ours["usage"] < stock["usage"]
+        if self.twins and ahead and stock["scheduled"].items() <= ours["scheduled"].items():
+            event("ahead")
+        elif self.shape.policy == "priority" and self.was_preempted:
+            event("what was preempted before it ran is not found")
+        else:
+            super().differ(stock, ours)
+
+    def check(self) -> None:
+        manager: KVCacheManager = self.engines[1].scheduler.kv_cache_manager
+        manager.blocks.check()
+        tables = {name: held.seq.block_table.tolist() for name, held in manager._held.items()}
+        assert {name: tables[name] for name in tables} == {name: manager.get_block_ids(name)[0] for name in tables}
+        if self.shape.events:
+            self.check_events(manager)
+
+    def check_events(self, manager: KVCacheManager) -> None:
+        """Replayed, the events give what is findable."""
+        engine = self.engines[1]
+        engine.events += manager.take_events()
+        live: dict[Any, Any] = {}
+        for told in engine.events:
+            name = type(told).__name__
+            if name == "BlockStored":
+                parent = told.parent_block_hash
+                assert parent is None or parent in live, "a block was stored below one that is not there"
+                assert len(told.token_ids) == len(told.block_hashes) * self.shape.block_size
+                for block in told.block_hashes:
+                    assert block not in live, "stored twice"
+                    live[block] = parent
+                    parent = block
+            elif name == "BlockRemoved":
+                for block in told.block_hashes:
+                    del live[block]
+            else:
+                live.clear()
+        assert len(live) == len(list(manager.blocks.index.nodes()))
+
+
+class VllmWindowMachine(VllmManagerMachine):
+    """A model of sliding windows only, through pools that may be smaller than a sequence.
+
+    vLLM finds the last window of a prefix whatever became of the rest. Ours finds a block by its whole prefix, so the
+    two go their own ways; outputs and soundness are compared.
+    """
+
+    shapes = shapes(
+        windows=st.sampled_from((1, 2, 3, 5, 8)).map(lambda window: (window,)), eagle=st.just(False),
+        num_blocks=st.integers(10, 16),
+    )  # fmt: skip
+
+    def differ(self, stock: dict[str, Any], ours: dict[str, Any]) -> None:
+        event("on its own way")
+
+
+class VllmPoolMachine(Side):
+    """Our pool below vLLM's own manager, with hybrid groups: the same to the last block.
+
+    Until a reset, which leaves the free blocks in another order.
+    """
+
+    ours = (PoolScheduler, AsyncPoolScheduler)
+    shapes = shapes(
+        windows=st.sampled_from(((None,), (None,), (4,), (None, 3), (2, None, 5))), num_blocks=st.integers(12, 40),
+        eagle=st.just(False),
+    )  # fmt: skip
+
+    def check(self) -> None:
+        stock, ours = (engine.scheduler.kv_cache_manager.block_pool for engine in self.engines)
+        ours.check()
+        if self.beside:
+            queues = [[b.block_id for b in pool.free_block_queue.get_all_free_blocks()] for pool in (stock, ours)]
+            assert len(queues[0]) == len(queues[1])
+            assert self.was_reset or queues[0] == queues[1]
+            assert len(stock.cached_block_hash_to_block) == len(ours.cached_block_hash_to_block)
+
+
+MACHINES = {machine.__name__: machine for machine in (VllmManagerMachine, VllmWindowMachine, VllmPoolMachine)}
+
+FAULTS = (
+    Fault(
+        "published before its step is certain",
+        KVCacheManager,
+        "_let_go",
+        "if finished:\n            self._commit(held)",
+        "if True:\n            self._commit(held)",
+        "what is preempted before it ran is found, and was never written",
+    ),
+    Fault(
+        "due a token late",
+        KVCacheManager,
+        "_given",
+        "held.seq.num_reserved + 1",
+        "held.seq.num_reserved + 2",
+        "a token has no slot",
+    ),
+    Fault(
+        "lookahead forgotten",
+        KVCacheManager,
+        "_grow",
+        "num_tokens + num_lookahead",
+        "num_tokens",
+        "drafts have no slots",
+    ),
+    Fault(
+        "the cache is read by who must not",
+        KVCacheManager,
+        "get_computed_blocks",
+        " or request.skip_reading_prefix_cache",
+        "",
+        "its prompt's log-probabilities would be missing",
+    ),
+    Fault(
+        "watermark for nobody",
+        KVCacheManager,
+        "allocate_slots",
+        "spare += self.watermark_blocks",
+        "pass",
+        "admits into the last blocks, and preempts soon after",
+    ),
+    Fault(
+        "the first chunk is enough",
+        KVCacheManager,
+        "allocate_slots",
+        "if full_sequence_must_fit:",
+        "if False:",
+        "admits a prompt that can't be finished",
+    ),
+    Fault(
+        "hits are free of charge",
+        KVCacheManager,
+        "allocate_slots",
+        "self.blocks.pool.refs(block) == 0",
+        "False",
+        "a hit that nobody references is on the free list (vllm#11565)",
+    ),
+    Fault(
+        "one salt for all",
+        KVCacheManager,
+        "_sequence",
+        "namespace=namespace_of(request), ",
+        "",
+        "a tenant reads another's KV",
+    ),
+    Fault(
+        "media forgotten",
+        KVCacheManager,
+        "_sequence",
+        ", media=media_of(request)",
+        "",
+        "one image is taken for another",
+    ),
+    Fault(
+        "what a finished request wrote is lost",
+        KVCacheManager,
+        "_let_go",
+        "if finished:\n            self._commit(held)",
+        "if False:\n            self._commit(held)",
+        "its last block is never found",
+    ),
+    Fault(
+        "drafts are published",
+        KVCacheManager,
+        "cache_blocks",
+        "min(num_computed_tokens, request.num_tokens)",
+        "num_computed_tokens",
+        "a rejected draft is found as if it had been said (vllm#49377)",
+    ),
+    Fault(
+        "the window closes a step early",
+        KVCacheManager,
+        "_num_processed",
+        "request.num_computed_tokens - request.num_in_flight_tokens",
+        "request.num_computed_tokens + 4",
+        "a block is handed out that a step still reads",
+    ),
+    Fault(
+        "a window is left at commit",
+        EngineBlocks,
+        "_leave_window",
+        '"""Not at commit."""',
+        "super(EngineBlocks, self)._leave_window(seq, window)",
+        "as above, by the step that fills the next block",
+    ),
+    Fault(
+        "freed in the wrong order",
+        BlockPool,
+        "free_blocks",
+        "for block in reversed(own) if",
+        "for block in own if",
+        "not vLLM's order of reuse",
+    ),
+    Fault(
+        "content outlives its block",
+        BlockPool,
+        "get_new_blocks",
+        "self._maybe_evict_cached_block(block)",
+        "pass",
+        "a block is found by what it held before (kvcached#362)",
+    ),
+)
+"""What can be broken in the integration, each to be noticed by one of the machines."""
+
+
+def hunt(examples: int) -> Iterator[tuple[str, str | None]]:
+    """Each fault, and what noticed it."""
+    for fault in FAULTS:
+        noticed = None
+        with fault.planted():
+            for name, machine in MACHINES.items():
+                noticed = noticed or _failure(machine, examples, name)
+        yield fault.name, noticed
+
+
+def _failure(machine: type[Side], examples: int, name: str) -> str | None:
+    quiet = settings(
+        max_examples=examples,
+        stateful_step_count=30,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    try:
+        run_state_machine_as_test(machine, settings=quiet)
+    except Exception as error:  # whatever it is, it was noticed
+        return f"{name}: {type(error).__name__}: {error}"[:900]
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run vLLM's schedulers on our manager and pool beside vLLM's own.")
+    parser.add_argument("--examples", type=int, default=100)
+    parser.add_argument("--faults", action="store_true", help="plant each fault; all must be noticed")
+    args = parser.parse_args()
+    if args.faults:
+        found = dict(hunt(args.examples))
+    else:
+        found = {name: _failure(machine, args.examples, name) for name, machine in MACHINES.items()}
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    return 1 if any((found[name] is None) == args.faults for name in found) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
