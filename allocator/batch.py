@@ -38,8 +38,10 @@ class DecodeBatch:
 
     While a sequence is in a batch, other operations that would move it raise `SequenceStateError`; `pin`, `launch` and
     `release` are allowed. To look at a row may bring it up to date, so that it is an operation too: not for a second
-    thread. `capacity` costs 4 bytes of log a step, written anew each step and kept for a block's worth of steps.
+    thread. `capacity` costs 4 bytes of log for each step of a block, `max_log_steps` at most.
     """
+
+    max_log_steps = 64
 
     def __init__(self, manager: BlockManager, capacity: int) -> None:
         require_int("capacity", capacity, 1, MAX_BLOCKS)
@@ -50,10 +52,10 @@ class DecodeBatch:
         # Sequences by the step after which there is something to do for them.
         self._due: dict[int, dict[Sequence, None]] = {}
         self._starved: dict[Sequence, None] = {}  # those without a slot for their next token
-        # `capacity` tokens for each step since `_log_start`; a column is a row's tokens.
-        self._log = array("i")
-        self._log_start = 0
-        self._padding = array("i", bytes(4 * capacity))
+        # `capacity` tokens for each of the last steps, written around and around; a column is a row's tokens. No row is
+        # further behind than a block, nor than the log goes back.
+        self._log_steps = min(manager.block_size, self.max_log_steps)
+        self._log = array("i", bytes(4 * capacity * self._log_steps))
         self._tables = array("i")
         self._num_columns = 0
         self._fit(1)
@@ -140,29 +142,29 @@ class DecodeBatch:
         """
         if not self._starved:
             return []
-        longest = -1 if loops.compiled is None else loops.compiled.longest_table(self._starved)
-        if longest < 0:  # or one is at its end
-            for seq in self._starved:
-                if seq._num_computed == seq.max_length:
-                    raise InvalidArgument(
-                        f"{seq} has its max_length {seq.max_length} of tokens: it must leave the batch"
-                    )
-            longest = max(len(seq._table) for seq in self._starved)
-        self._fit(1 + longest)
         manager = self._manager
+        if loops.compiled is not None and manager.window is None:
+            left: list[Sequence] | None = loops.compiled.reserve_batch(self, manager.pool, manager.block_size)
+            if left is not None:
+                return left
+        for seq in self._starved:
+            if seq._num_computed == seq.max_length:
+                raise InvalidArgument(f"{seq} has its max_length {seq.max_length} of tokens: it must leave the batch")
+        self._fit(1 + max(len(seq._table) for seq in self._starved))
         starved = sorted(self._starved, key=_row)
         served = starved[: manager.pool.num_free]
-        blocks = manager.pool.take(len(served))
-        done = 0
-        if loops.compiled is not None and manager.window is None:
-            done = loops.compiled.serve_rows(self, served, blocks, manager.block_size)
-        for seq, block in zip(served[done:], blocks[done:], strict=True):
-            manager._add_block(seq, block)
-            self._tables[seq._row * self._num_columns + len(seq._table) - 1] = block
-            self._schedule(seq)
+        for seq, block in zip(served, manager.pool.take(len(served)), strict=True):
+            self._serve_row(seq, block)
         starved = starved[len(served) :]
         self._starved = dict.fromkeys(starved)
         return starved
+
+    def _serve_row(self, seq: Sequence, block: int) -> None:
+        """Slots for a row that has used its last block up."""
+        self._manager._add_blocks(seq, [block])
+        seq._num_reserved = self._manager._within(seq, seq._num_reserved + self._manager.block_size)
+        self._tables[seq._row * self._num_columns + len(seq._table) - 1] = block
+        self._schedule(seq)
 
     def commit(self, tokens: Iterable[int]) -> list[RowMerge]:
         """The KV of every row's next token is written, and `tokens`, one for each row in order, come after them.
@@ -171,59 +173,52 @@ class DecodeBatch:
         content, see `BlockManager.commit`. Raises `InvalidArgument` for tokens that are none or too many or too few,
         and `SequenceStateError` while a row has no slot.
         """
+        manager = self._manager
+        if loops.compiled is not None:
+            hash_block = manager._prefixes.hash_block if manager.prefix_caching else None
+            plain = manager.window is None and manager._prefixes.events is None
+            merges: list[RowMerge] | None = loops.compiled.commit_batch(
+                self, tokens, manager.index, manager.pool, hash_block, manager.block_size, manager._counters, plain
+            )
+            if merges is not None:
+                return merges
         sampled = token_array(tokens)
         if len(sampled) != len(self._rows):
             raise InvalidArgument(f"{len(sampled)} tokens for a batch of {len(self._rows)} rows")
         if self._starved:
             raise SequenceStateError(f"{len(self._starved)} rows have no slot for their next token: reserve first")
-        manager, step = self._manager, self._num_steps + 1
-        rows = sorted(self._due.get(step, ()), key=_row)
+        rows = sorted(self._due.get(self._num_steps + 1, ()), key=_row)
         manager.index.make_room(2 * len(rows))  # as many blocks, and perhaps roots
-        due = self._prepared(rows)
-        self._write_log(sampled)
-        self._due.pop(step, None)
-        self._num_steps = step
-        merges: list[RowMerge] = []
-        for seq, keys in self._not_compiled(due, sampled):
-            self._settle(seq)
-            for merge in manager._publish(seq, keys):
-                merges.append(RowMerge(seq, *merge))
-                self._tables[seq._row * self._num_columns + merge.entry] = merge.new
-            if manager.window is not None:
-                self._write_row(seq)
-            if seq._num_reserved == seq._num_computed:
-                self._starved[seq] = None
-            else:
-                self._schedule(seq)
+        for seq in rows:
+            self._prepare_row(seq)
+        at = self._num_steps % self._log_steps * self.capacity
+        self._log[at : at + len(sampled)] = sampled
+        self._num_steps += 1
+        self._due.pop(self._num_steps, None)
+        merges = []
+        for seq in rows:
+            self._publish_row(seq, merges)
         return merges
 
-    def _prepared(self, rows: list[Sequence]) -> list[tuple[Sequence, list[bytes]]]:
-        """The rows, brought up to date, with the keys of the blocks that their next token fills."""
-        manager = self._manager
-        due: list[tuple[Sequence, list[bytes]]] = []
-        hash_block = manager._prefixes.hash_block if manager.prefix_caching else None
-        while len(due) < len(rows):
-            if loops.compiled is not None:
-                due += loops.compiled.prepare_rows(self, rows, len(due), hash_block, manager.block_size)
-            for seq in rows[len(due) : len(due) + 1]:
-                self._settle(seq)
-                due.append((seq, manager._prepare(seq, 1)))
-        return due
+    def _prepare_row(self, seq: Sequence) -> None:
+        """Bring a row up to date, and make ready for its next token. What can fail fails here."""
+        self._settle(seq)
+        size = self._manager.block_size
+        self._manager._prepare(seq, seq._num_computed // size, (seq._num_computed + 1) // size)
 
-    def _not_compiled(
-        self, due: list[tuple[Sequence, list[bytes]]], sampled: array[int]
-    ) -> Iterator[tuple[Sequence, list[bytes]]]:
-        """The pairs that `commit` has to see to itself, one by one as it comes to them."""
-        manager = self._manager
-        plain = manager.window is None and manager._prefixes.events is None
-        done = 0
-        while done < len(due):
-            if loops.compiled is not None and plain:
-                done = loops.compiled.commit_rows(
-                    self, manager.index, manager.pool, due, done, sampled, manager.block_size, manager._counters
-                )
-            yield from due[done : done + 1]
-            done += 1
+    def _publish_row(self, seq: Sequence, merges: list[RowMerge]) -> None:
+        """A row has got the token that there was to do something for; adds to `merges`."""
+        manager, size = self._manager, self._manager.block_size
+        self._settle(seq)
+        for merge in manager._publish(seq, (seq._num_computed - 1) // size, seq._num_computed // size):
+            merges.append(RowMerge(seq, *merge))
+            self._tables[seq._row * self._num_columns + merge.entry] = merge.new
+        if manager.window is not None:
+            self._write_row(seq)
+        if seq._num_reserved == seq._num_computed:
+            self._starved[seq] = None
+        else:
+            self._schedule(seq)
 
     def _is_in_order(self, seq: Sequence) -> bool:
         """Whether the batch knows where one of its sequences is, when it is due, and what its table is. For audits."""
@@ -242,21 +237,14 @@ class DecodeBatch:
         """Bring one of the batch's sequences up to date."""
         behind = self._num_steps - seq._settled_at
         if behind:
-            first = (seq._settled_at - self._log_start) * self.capacity + seq._row
-            seq._tokens += self._log[first :: self.capacity]
+            column, start = self._log[seq._row :: self.capacity], seq._settled_at % self._log_steps
+            seq._tokens += (column + column)[start : start + behind]
             seq._num_computed += behind
             seq._settled_at = self._num_steps
 
-    def _write_log(self, sampled: array[int]) -> None:
-        block_of_steps = self.capacity * self._manager.block_size
-        if len(self._log) >= 2 * block_of_steps:  # no row is further behind than a block
-            del self._log[:-block_of_steps]
-            self._log_start = self._num_steps - self._manager.block_size
-        self._log += sampled + self._padding[len(sampled) :]
-
     def _schedule(self, seq: Sequence) -> None:
         window, size = self._manager.window, self._manager.block_size
-        left = min(seq._num_reserved - seq._num_computed, size - seq._num_computed % size)
+        left = min(seq._num_reserved - seq._num_computed, size - seq._num_computed % size, self._log_steps)
         if window is not None:
             invisible = seq._num_computed - window + 1
             left = min(left, max(size, (invisible // size + 1) * size) - invisible)

@@ -12,7 +12,7 @@ from kvproof.allocator.sequence import Sequence
 class Flights:
     """The launched steps, numbered from 0, which retire in the order of their launch."""
 
-    def __init__(self, pool: BlockPool[int]) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._parked: dict[int, list[int]] = {}  # by step; a parked block keeps the reference its table held
         self._num_launched = 0

@@ -15,12 +15,10 @@ from xxhash import xxh3_64_intdigest
 from kvproof.allocator.errors import InvalidArgument, shown
 
 HashBlock = Callable[[bytes, int], int]
-"""`hash_block(tokens, parent_hash)`: tokens are one whole block as little-endian int32."""
+"""`hash_block(tokens, parent_hash)`, from 0 to 2**64 - 1: tokens are one whole block as little-endian int32."""
 
-
-def xxh3_chained(tokens: bytes, parent_hash: int) -> int:
-    """64-bit XXH3 of one block, chained to its prefix by taking the parent's hash as the seed."""
-    return xxh3_64_intdigest(tokens, parent_hash)
+xxh3_chained: HashBlock = xxh3_64_intdigest
+"""64-bit XXH3 of one block, chained to its prefix by taking the parent's hash as the seed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvproof.allocator import loops
+from kvproof.allocator.errors import InvalidArgument
 from kvproof.allocator.events import EventLog
 from kvproof.allocator.hashing import Namespace
 
@@ -16,39 +17,40 @@ NONE = 0
 _PLACE_BITS = 32
 _PLACE = 2**_PLACE_BITS - 1
 
+# What there is to know of a node, as words of its record. The links are places, 0 is none.
+_NODE, _PARENT, _HASH, _BLOCK, _COLLISION, _CHILD, _OLDER, _YOUNGER = range(8)
+_WORDS = 8
+
 
 class PrefixIndex:
-    """Finds the node of (parent, tokens) through a hash that may collide: one tree of nodes per namespace.
+    """Finds the node of (parent, key) through a hash that may collide: one tree of nodes per namespace.
 
-    A *node* is the identity of one block's content: these tokens after that parent. It is alive while at least one
-    block carries its content, and dies for good: the same tokens written later get a new node. A namespace's root is
-    a node without tokens and without blocks, alive while it has children.
+    A *node* is the identity of one block's content: this key, its tokens, after that parent. It is alive while at least
+    one block carries its content, and dies for good: the same tokens written later get a new node. A namespace's root
+    is a node without a key and without blocks, alive while it has children.
 
     Nodes are integers: a number that is never used again, so that a recycled block cannot pose as its predecessor, and
-    below it the node's place in the arrays here. An object for each would be twice the memory, and would keep the
-    garbage collector busy for as long as all the rest takes. Who wants to look at one gets a `Node`.
+    below it the *place* of the node's record in one array. A record is eight 64-bit words, which is one line of a
+    processor's cache; objects would be several times the memory, and keep the garbage collector busy for as long as all
+    the rest takes. Who wants to look at a node gets a `Node`.
+
+    key_size  bytes of a key, at least; what a key has beyond them (media) is kept apart, being rare
     """
 
-    def __init__(self, events: EventLog | None = None) -> None:
+    def __init__(self, key_size: int, events: EventLog | None = None) -> None:
+        self._key_size = key_size
         self._events = events
         self._roots: dict[Namespace, int] = {}
         self._namespaces: dict[int, Namespace] = {}  # of the roots
         self._more_blocks: dict[int, tuple[int, ...]] = {}  # of nodes that several blocks carry, all but the first
+        self._more_key: dict[int, bytes] = {}  # of nodes whose key is longer
         self._last_number = 0
-        # By place. Place 0 is nobody's, so that a link to it is none.
-        self._node = [NONE]
-        self._block = array("i", (0,))
-        self._parent = [NONE]
-        self._tokens = [b""]
-        self._hash = [0]
-        # Links are places, which take half as much as nodes do.
-        self._collision = array("i", (0,))  # the next one in the bucket
-        self._child = array("i", (0,))  # the youngest
-        self._older = array("i", (0,))  # the parent's next older child
-        self._younger = array("i", (0,))
-        self._free_places = array("i")
+        # By place, of which the first is nobody's, so that a link to it is none.
+        self._records = array("Q", bytes(8 * _WORDS))
+        self._keys = bytearray(key_size)
+        self._free_places = array("I")
         # The first place of each bucket, by the lower bits of the hash. A dict would be eight times as large.
-        self._buckets = array("i", (0,))
+        self._buckets = array("I", (0,))
 
     def root(self, namespace: Namespace) -> int:
         """The parent of the namespace's first blocks, `NONE` when it has none."""
@@ -58,32 +60,40 @@ class PrefixIndex:
         """The namespace's root, a new one if it has none; it is forgotten with its last child."""
         root = self._roots.get(namespace, NONE)
         if not root:
-            root = self._new(0, NONE, b"", 0)
+            root = self._new(NONE, NONE, 0)
             self._roots[namespace] = root
             self._namespaces[root] = namespace
         return root
 
-    def find(self, parent: int, tokens: bytes, hash: int) -> int:
-        """The live node of exactly `tokens` after exactly `parent`, or `NONE`."""
+    def find(self, parent: int, key: bytes, hash: int) -> int:
+        """The live node of exactly `key` after exactly `parent`, or `NONE`."""
         place = self._buckets[hash & len(self._buckets) - 1]
         while place:
-            if self._parent[place] == parent and self._tokens[place] == tokens:
-                return self._node[place]
-            place = self._collision[place]
+            node = self._records[place + _NODE]
+            if self._records[place + _PARENT] == parent and self._key(node) == key:
+                return node
+            place = self._records[place + _COLLISION]
         return NONE
 
-    def add(self, block: int, parent: int, tokens: bytes, hash: int) -> int:
-        """Let a node live: `block` is the first to carry `tokens` after a live `parent`, where `find` found none."""
-        node = self._new(block, parent, tokens, hash)
+    def add(self, block: int, parent: int, key: bytes, hash: int) -> int:
+        """Let a node live: `block` is the first to carry `key` after a live `parent`, where `find` found none."""
+        size = self._key_size
+        if len(key) < size:
+            raise InvalidArgument(f"a key of {len(key)} bytes, must have at least {size}")
+        node = self._new(block, parent, hash)
         place, above = node & _PLACE, parent & _PLACE
+        at = place // _WORDS * size
+        self._keys[at : at + size] = key[:size]
+        if len(key) > size:
+            self._more_key[node] = key[size:]
         bucket = hash & len(self._buckets) - 1
-        self._collision[place] = self._buckets[bucket]
+        self._records[place + _COLLISION] = self._buckets[bucket]
         self._buckets[bucket] = place
-        older = self._child[above]
+        older = self._records[above + _CHILD]
         if older:
-            self._older[place] = older
-            self._younger[older] = place
-        self._child[above] = place
+            self._records[place + _OLDER] = older
+            self._records[older + _YOUNGER] = place
+        self._records[above + _CHILD] = place
         if self._events is not None:
             # By folder, pyright sees this class twice.
             self._events.stored(Node(self, node), Node(self, parent))  # pyright: ignore[reportArgumentType]
@@ -95,7 +105,9 @@ class PrefixIndex:
 
     def blocks(self, node: int) -> tuple[int, ...]:
         """The blocks that carry a live node's content, in the order in which they came to."""
-        return (self._block[node & _PLACE], *self._more_blocks.get(node, ())) if node not in self._namespaces else ()
+        if node in self._namespaces:
+            return ()
+        return self._records[(node & _PLACE) + _BLOCK], *self._more_blocks.get(node, ())
 
     def remove(self, block: int, node: int) -> list[int]:
         """`block` carries `node`'s content no longer.
@@ -106,13 +118,13 @@ class PrefixIndex:
         if node in self._more_blocks:
             left = list(self.blocks(node))
             left.remove(block)
-            self._block[node & _PLACE] = left[0]
+            self._records[(node & _PLACE) + _BLOCK] = left[0]
             del self._more_blocks[node]
             if left[1:]:
                 self._more_blocks[node] = tuple(left[1:])
             return []
         place = node & _PLACE
-        older, younger, parent = self._older[place], self._younger[place], self._parent[place]
+        parent, older, younger = (self._records[place + word] for word in (_PARENT, _OLDER, _YOUNGER))
         orphans: list[int] = []
         dying = [node]
         while dying:
@@ -134,66 +146,64 @@ class PrefixIndex:
 
     def nodes(self) -> Iterator[Node]:
         """Every live node, oldest first, roots left out."""
-        nodes = (self._node[place] for first in self._buckets for place in self._bucket(first))
+        nodes = (self._records[place + _NODE] for first in self._buckets for place in self._bucket(first))
         return (Node(self, node) for node in sorted(nodes))
+
+    def _key(self, node: int) -> bytes:
+        at = (node & _PLACE) // _WORDS * self._key_size
+        key = bytes(self._keys[at : at + self._key_size])
+        return key + self._more_key[node] if node in self._more_key else key
 
     def _bucket(self, first: int) -> Iterator[int]:
         """The places of the bucket that starts with `first`."""
         place = first
         while place:
             yield place
-            place = self._collision[place]
+            place = self._records[place + _COLLISION]
 
     def _children(self, node: int) -> list[int]:
         """Oldest first."""
         children = []
-        child = self._child[node & _PLACE]
+        child = self._records[(node & _PLACE) + _CHILD]
         while child:
-            children.append(self._node[child])
-            child = self._older[child]
+            children.append(self._records[child + _NODE])
+            child = self._records[child + _OLDER]
         children.reverse()
         return children
 
-    def _new(self, block: int, parent: int, tokens: bytes, hash: int) -> int:
+    def _new(self, block: int, parent: int, hash: int) -> int:
         if not self._free_places:
             self.make_room(1)
         place = self._free_places.pop()
         self._last_number += 1
         node = self._last_number << _PLACE_BITS | place
-        self._node[place] = node
-        self._block[place] = block
-        self._parent[place] = parent
-        self._tokens[place] = tokens
-        self._hash[place] = hash
+        self._records[place : place + _COLLISION] = array("Q", (node, parent, hash, block))
         return node
 
     def make_room(self, n: int) -> None:
         """Places for `n` nodes more, so that adding them can't fail for want of memory."""
         if n <= len(self._free_places):
             return
-        size = len(self._tokens)
-        more = max(size // 4, n, 16)
-        for places in (self._block, self._collision, self._child, self._older, self._younger):
-            places.frombytes(bytes(places.itemsize * more))
-        for numbers in (self._node, self._parent, self._hash):
-            numbers += [0] * more
-        self._tokens += [b""] * more
+        size = len(self._keys) // self._key_size
+        more = max(min(size // 4, 1024), n)  # a little at a time: the arrays themselves see to it that they grow faster
+        self._records.frombytes(bytes(8 * _WORDS * more))
+        self._keys.extend(bytes(self._key_size * more))
         if size + more > len(self._buckets):
             self._spread(2 ** (size + more - 1).bit_length())
-        self._free_places.extend(range(size + more - 1, size - 1, -1))
+        self._free_places.extend(range((size + more - 1) * _WORDS, (size - 1) * _WORDS, -_WORDS))
 
     def _spread(self, num_buckets: int) -> None:
         """Sort the nodes into so many buckets, a power of two."""
-        buckets = array("i", bytes(self._buckets.itemsize * num_buckets))
+        buckets = array("I", bytes(self._buckets.itemsize * num_buckets))
         if loops.compiled is not None:
             loops.compiled.spread(self, buckets)
         else:
             for first in self._buckets:
                 place = first
                 while place:
-                    after = self._collision[place]
-                    bucket = self._hash[place] & num_buckets - 1
-                    self._collision[place] = buckets[bucket]
+                    after = self._records[place + _COLLISION]
+                    bucket = self._records[place + _HASH] & num_buckets - 1
+                    self._records[place + _COLLISION] = buckets[bucket]
                     buckets[bucket] = place
                     place = after
         self._buckets = buckets
@@ -202,31 +212,31 @@ class PrefixIndex:
         if self._events is not None:
             self._events.removed(Node(self, node))  # pyright: ignore[reportArgumentType]
         place = node & _PLACE
-        bucket, after = self._hash[place] & len(self._buckets) - 1, self._collision[place]
+        bucket, after = self._records[place + _HASH] & len(self._buckets) - 1, self._records[place + _COLLISION]
         first = self._buckets[bucket]
         if first == place:
             self._buckets[bucket] = after
         else:
-            before = next(other for other in self._bucket(first) if self._collision[other] == place)
-            self._collision[before] = after
+            before = next(other for other in self._bucket(first) if self._records[other + _COLLISION] == place)
+            self._records[before + _COLLISION] = after
         self._more_blocks.pop(node, None)
+        self._more_key.pop(node, None)
         self._free(place)
 
     def _close_gap(self, older: int, younger: int, parent: int) -> None:
         """A child has died between these two of `parent`'s, by place; a root that has no other goes with it."""
         if older:
-            self._younger[older] = younger
+            self._records[older + _YOUNGER] = younger
         if younger:
-            self._older[younger] = older
+            self._records[younger + _OLDER] = older
         else:
-            self._child[parent & _PLACE] = older
+            self._records[(parent & _PLACE) + _CHILD] = older
             if not older and parent in self._namespaces:
                 del self._roots[self._namespaces.pop(parent)]
                 self._free(parent & _PLACE)
 
     def _free(self, place: int) -> None:
-        self._collision[place] = self._child[place] = self._older[place] = self._younger[place] = 0
-        self._tokens[place] = b""
+        self._records[place : place + _WORDS] = array("Q", bytes(8 * _WORDS))
         self._free_places.append(place)
 
 
@@ -248,25 +258,24 @@ class Node:
     @property
     def parent(self) -> Node | None:
         """None of a root."""
-        parent = self.index._parent[self.number & _PLACE]
+        parent = self.index._records[(self.number & _PLACE) + _PARENT]
         return Node(self.index, parent) if parent else None
 
     @property
     def namespace(self) -> Namespace:
         node = self.number
         while node and node not in self.index._namespaces:
-            node = self.index._parent[node & _PLACE]
+            node = self.index._records[(node & _PLACE) + _PARENT]
         return self.index._namespaces[node]  # raises KeyError of a node that has died
 
     @property
     def tokens(self) -> bytes:
         """What its blocks hold, see `Sequence.key`."""
-        tokens: bytes = self.index._tokens[self.number & _PLACE]
-        return tokens
+        return b"" if self.number in self.index._namespaces else self.index._key(self.number)
 
     @property
     def hash(self) -> int:
-        hash: int = self.index._hash[self.number & _PLACE]
+        hash: int = self.index._records[(self.number & _PLACE) + _HASH]
         return hash
 
     @property

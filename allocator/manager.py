@@ -214,12 +214,15 @@ class BlockManager:
         twice is asking once. The first of them may lie in a block that others share: it is replaced by a copy, see
         `take_copies`. Raises `InvalidArgument` when `n` is negative or reaches past the sequence's `max_length`.
         """
-        self._movable(seq)
+        if seq._batch is not None or seq not in self._admitted:
+            self._movable(seq)
         if type(n) is type(lookahead) is int and lookahead == 0 <= n <= seq._num_reserved - seq._num_computed:
             return True
-        limit = self._within(seq, MAX_LENGTH)
-        require_int("n", n, 0, limit - seq._num_computed)
-        require_int("lookahead", lookahead, 0, MAX_LENGTH)
+        limit = MAX_LENGTH if seq.max_length is None else seq.max_length
+        if type(n) is not int or not 0 <= n <= limit - seq._num_computed:
+            require_int("n", n, 0, limit - seq._num_computed)
+        if type(lookahead) is not int or lookahead:
+            require_int("lookahead", lookahead, 0, MAX_LENGTH)
         return self._reserve(seq, min(seq._num_computed + n + lookahead, limit))
 
     def commit(self, seq: Sequence, n: int = 1) -> list[Merge]:
@@ -228,11 +231,15 @@ class BlockManager:
         Returns the table entries that now name another block of the same content (`merge_duplicates`), usually none.
         Raises `InvalidArgument` when `n` is negative or reaches past the known or the reserved tokens.
         """
-        self._movable(seq)
-        require_int("n", n, 0, min(len(seq._tokens), seq._num_reserved) - seq._num_computed)
-        keys = self._prepare(seq, n)
-        seq._num_computed += n
-        return self._publish(seq, keys)
+        if seq._batch is not None or seq not in self._admitted:
+            self._movable(seq)
+        computed = seq._num_computed
+        if type(n) is not int or not 0 <= n <= seq._num_reserved - computed or n > len(seq._tokens) - computed:
+            require_int("n", n, 0, min(len(seq._tokens), seq._num_reserved) - computed)
+        first, stop = computed // self.block_size, (computed + n) // self.block_size
+        self._prepare(seq, first, stop)
+        seq._num_computed = computed + n
+        return self._publish(seq, first, stop)
 
     def fork(self, seq: Sequence) -> Sequence:
         """A sequence that begins as a copy of `seq`, on the same blocks. Takes no block; the first write copies one.
@@ -417,34 +424,31 @@ class BlockManager:
         tail = seq._table[entry] if offset and seq._num_computed == seq._num_reserved else None
         copy = tail is not None and self.pool.refs(tail) > 1
         num_new_blocks = self._blocks_for(target) - len(seq._table) + copy
-        if num_new_blocks > self.pool.num_free:
+        if num_new_blocks and num_new_blocks > self.pool.num_free:
             return False
         if tail is not None and not copy:
             self._prefixes.withdraw(tail)  # a copy would need a block, which a lone sequence may not find
         if num_new_blocks:
             fresh = self.pool.take(num_new_blocks)
-            table = seq._table[:]  # an array that someone reads through its buffer can't grow
             if tail is not None and copy:
-                table[entry] = fresh[0]
+                seq._table[entry] = fresh[0]
                 # The tail may be waiting for its own copy still: all sources are read before any is written.
                 self._copies[fresh[0]] = self._copies.get(tail, tail)
                 self._flights.drop(seq, (tail,))
-            table.extend(fresh[copy:])
-            seq._table = table
+            self._add_blocks(seq, fresh[copy:])
         seq._num_reserved = target
         return True
 
-    def _prepare(self, seq: Sequence, n: int) -> list[bytes]:
-        """The keys of the blocks that will be full when `n` tokens more are computed."""
-        first, stop = seq._num_computed // self.block_size, (seq._num_computed + n) // self.block_size
-        return self._prefixes.prepare(seq, first, stop) if stop > first and self.prefix_caching else []
+    def _prepare(self, seq: Sequence, first: int, stop: int) -> None:
+        """The blocks `first` to `stop` are about to be full. What can fail fails here."""
+        if stop > first and self.prefix_caching:
+            self._prefixes.prepare(seq, first, stop)
 
-    def _publish(self, seq: Sequence, keys: list[bytes]) -> list[Merge]:
+    def _publish(self, seq: Sequence, first: int, stop: int) -> list[Merge]:
         """Publish the blocks that were prepared and are computed now, and give up those that left the window."""
         merges: list[Merge] = []
-        if keys:
-            first = seq._num_computed // self.block_size - len(keys)
-            for entry, node in self._prefixes.publish(seq, first, keys).items():
+        if stop > first and self.prefix_caching:
+            for entry, node in self._prefixes.publish(seq, first, stop).items():
                 if self.merge_duplicates:
                     merges.append(self._merge(seq, entry, node))
                 else:
@@ -462,13 +466,12 @@ class BlockManager:
         self._flights.drop(seq, (block,))
         return Merge(entry, block, keeper)
 
-    def _add_block(self, seq: Sequence, block: int) -> None:
-        """Slots for one block more, for a sequence that has used its last one up."""
+    def _add_blocks(self, seq: Sequence, blocks: list[int]) -> None:
+        more = array("i", blocks)
         try:
-            seq._table.append(block)
+            seq._table.extend(more)
         except BufferError:  # someone reads the array through its buffer: it can't grow
-            seq._table = seq._table + array("i", (block,))
-        seq._num_reserved = self._within(seq, seq._num_reserved + self.block_size)
+            seq._table = seq._table + more
 
     def _keep_slots(self, seq: Sequence, num_reserved: int) -> None:
         """Give up the slots beyond so many."""

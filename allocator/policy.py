@@ -42,35 +42,34 @@ class EvictionPolicy(Protocol):
 class LRU:
     """Evicts the least recently released block.
 
-    A ring of blocks, linked in two arrays: 8 bytes a block, where an OrderedDict takes over a hundred. It trusts its
+    A ring of blocks, linked in an array: 8 bytes a block, where an OrderedDict takes over a hundred. It trusts its
     caller, the pool: a `remove` of what was not inserted breaks the ring.
     """
 
     def __init__(self) -> None:
-        # By block number plus one, so that place 0 is the ring's own: after it comes the first to be evicted.
-        self._next = array("i", (0,))
-        self._previous = array("i", (0,))
+        # Two for each place, the next one and the previous. A block's place is its number plus one: place 0 is the
+        # ring's own, and after it comes the first to be evicted.
+        self._links = array("i", (0, 0))
         self._length = 0
 
     def insert(self, block: int, published: int) -> None:
         place = block + 1
-        if place >= len(self._next):
-            more = array("i", bytes(self._next.itemsize * (place + place // 2 + 1 - len(self._next))))
-            self._next, self._previous = self._next + more, self._previous + more
-        last = self._previous[0]
-        self._next[last] = self._previous[0] = place
-        self._previous[place] = last
-        self._next[place] = 0
+        missing = 2 * (place + 1) - len(self._links)
+        if missing > 0:
+            self._links = self._links + array("i", bytes(self._links.itemsize * (missing + 2 * (place // 2))))
+        last = self._links[1]
+        self._links[2 * last] = self._links[1] = place
+        self._links[2 * place], self._links[2 * place + 1] = 0, last
         self._length += 1
 
     def remove(self, block: int) -> None:
-        after, before = self._next[block + 1], self._previous[block + 1]
-        self._next[before] = after
-        self._previous[after] = before
+        after, before = self._links[2 * block + 2], self._links[2 * block + 3]
+        self._links[2 * before] = after
+        self._links[2 * after + 1] = before
         self._length -= 1
 
     def pop(self) -> int:
-        block = self._next[0] - 1
+        block = self._links[0] - 1
         self.remove(block)
         return block
 
@@ -78,10 +77,10 @@ class LRU:
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        place = self._next[0]
+        place = self._links[0]
         while place:
             yield place - 1
-            place = self._next[place]
+            place = self._links[2 * place]
 
 
 class FIFO:

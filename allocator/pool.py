@@ -5,15 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Generic, TypeVar
 
 from kvproof.allocator import loops
 from kvproof.allocator.errors import IllegalTransition, require_int, shown
 from kvproof.allocator.policy import LRU, EvictionPolicy
 
-MAX_BLOCKS = 2**31 - 1  # block ids are int32 in every block table
-
-Content = TypeVar("Content")
+MAX_BLOCKS = 2**28  # block ids are int32 in every block table, and the index has 8 words for each
 
 
 class BlockState(StrEnum):
@@ -29,7 +26,7 @@ class BlockState(StrEnum):
     RESERVED = "reserved"
 
 
-class BlockPool(Generic[Content]):
+class BlockPool:
     """Blocks 0 to `num_blocks - 1`, each in exactly one `BlockState`.
 
     A block's reference count and its content are the only state; `BlockState` and the free list follow from them.
@@ -41,10 +38,10 @@ class BlockPool(Generic[Content]):
         publish   ACTIVE -> PUBLISHED
         withdraw  PUBLISHED -> ACTIVE, CACHED -> FREE
 
-    `Content` is whatever the owner finds a block by; the pool only carries it. All content that is lost to make
-    room leaves through `on_evict(block, content)`, called when the block has already lost it. An owner who can do both
-    for many blocks at once gives `evict_run(n)` too, which evicts at most `n` blocks, as if each were taken by itself,
-    and returns them. It may do fewer, and leaves what could fail alone.
+    A block's content is a number, not 0, by which its owner finds it; the pool only carries it. All that is lost to
+    make room leaves through `on_evict(block, content)`, called when the block has already lost it. An owner who can do
+    both for many blocks at once gives `take_run(n)` too, which takes blocks as `take` does and returns them: `n` at
+    most, none when there are not as many, and perhaps fewer, for it leaves alone what could fail.
     """
 
     def __init__(
@@ -53,23 +50,23 @@ class BlockPool(Generic[Content]):
         *,
         num_reserved: int = 0,
         policy: EvictionPolicy | None = None,
-        on_evict: Callable[[int, Content], None] | None = None,
-        evict_run: Callable[[int], list[int]] | None = None,
+        on_evict: Callable[[int, int], None] | None = None,
+        take_run: Callable[[object], list[int]] | None = None,
     ) -> None:
         require_int("num_blocks", num_blocks, 1, MAX_BLOCKS)
         require_int("num_reserved", num_reserved, 0, num_blocks - 1)
         self.num_blocks = num_blocks
         self.num_reserved = num_reserved
-        # Arrays of machine integers: 24 bytes a block, content apart.
+        # Arrays of machine integers: 24 bytes a block.
         self._refs = array("i", bytes(4 * num_blocks))
-        self._content: list[Content | None] = [None] * num_blocks
+        self._content = array("Q", bytes(8 * num_blocks))  # 0 is none
         self._published = array("q", bytes(8 * num_blocks))  # when it got its content
         self.clock = 0  # blocks taken so far
         # Blocks without content, a stack: the last released is the likeliest to be in a processor's cache.
         self._empty = array("i", range(num_blocks - 1, num_reserved - 1, -1))
         self._cached = policy if policy is not None else LRU()
         self._on_evict = on_evict
-        self._evict_run = evict_run
+        self._take_run = take_run
 
     @property
     def num_free(self) -> int:
@@ -92,11 +89,11 @@ class BlockPool(Generic[Content]):
             raise IllegalTransition(f"{what.format(shown(block))}, the pool has {usable}")
         return self._refs[block]
 
-    def content(self, block: int) -> Content | None:
+    def content(self, block: int) -> int | None:
         """What `block` is findable by, or None."""
         if not self.num_reserved <= block < self.num_blocks:
             self.refs(block)  # there is no such block
-        return self._content[block]
+        return self._content[block] or None
 
     def age(self, block: int) -> int:
         """How many blocks were taken since `block` last got content."""
@@ -113,39 +110,25 @@ class BlockPool(Generic[Content]):
 
     def take(self, n: int = 1) -> list[int]:
         """Reference `n` unreferenced blocks, contentless ones first. Ask `num_free` before: fewer is an error here."""
+        taken = [] if self._take_run is None else self._take_run(n)
+        if len(taken) == n and type(n) is int:
+            return taken
         require_int("n", n, 0, MAX_BLOCKS)
-        if n > self.num_free:
+        if n > len(taken) + self.num_free:
             raise IllegalTransition(f"cannot take {n} blocks, {self.num_free} are free")
-        kept = len(self._empty) - n
-        if kept >= 0:
-            taken = self._empty[kept:].tolist()
-            taken.reverse()
-            del self._empty[kept:]
-            self.clock += n
-        else:
-            taken = self._take_and_evict(n)
-        if loops.compiled is not None:
-            loops.compiled.refer(self, taken)
-        else:
-            for block in taken:
-                self._refs[block] = 1
-        return taken
-
-    def _take_and_evict(self, n: int) -> list[int]:
-        taken: list[int] = []
-        clock = self.clock
+        clock = self.clock - len(taken)
         try:
             while len(taken) < n:
-                if not self._empty and self._evict_run is not None and loops.compiled is not None:
-                    taken += self._evict_run(n - len(taken))
-                    if len(taken) == n:
-                        break
                 self.clock += 1
                 if not self._empty:
                     self._evict()
-                taken.append(self._empty.pop())
+                block = self._empty.pop()
+                self._refs[block] = 1
+                taken.append(block)
         except BaseException:  # a policy that fails: what it has evicted stays so, nothing else has happened
-            self._empty.extend(reversed(taken))
+            for block in reversed(taken):
+                self._refs[block] = 0
+                self._empty.append(block)
             self.clock = clock
             raise
         return taken
@@ -155,7 +138,7 @@ class BlockPool(Generic[Content]):
         content = self.content(block)
         if content is None or self._refs[block]:
             raise IllegalTransition(f"the eviction policy chose block {block}, which is {self.state(block)}")
-        self._content[block] = None
+        self._content[block] = 0
         self._empty.append(block)
         if self._on_evict is not None:
             self._on_evict(block, content)
@@ -168,7 +151,7 @@ class BlockPool(Generic[Content]):
     def share(self, block: int) -> None:
         """One reference more on a block that has an owner or content."""
         if self.refs(block) == 0:
-            if self._content[block] is None:
+            if not self._content[block]:
                 raise IllegalTransition(f"block {block} is free: there is nothing to share")
             self._cached.remove(block)
         self._refs[block] += 1
@@ -193,15 +176,16 @@ class BlockPool(Generic[Content]):
         if refs == 0:
             raise IllegalTransition(f"block {block} is {self.state(block)}: there is no reference to release")
         if refs == 1:  # on the list first: should that fail, nothing has happened
-            if self._content[block] is None:
+            if not self._content[block]:
                 self._empty.append(block)
             else:
                 self._cached.insert(block, self._published[block])
         self._refs[block] = refs - 1
 
-    def publish(self, block: int, content: Content) -> None:
-        """Make a referenced block findable by `content`."""
-        if self.refs(block) == 0 or self._content[block] is not None:
+    def publish(self, block: int, content: int) -> None:
+        """Make a referenced block findable by `content`, from 1 to 2**64 - 1."""
+        require_int("content", content, 1, 2**64 - 1)
+        if self.refs(block) == 0 or self._content[block]:
             raise IllegalTransition(f"block {block} is {self.state(block)}: only an active block can be published")
         self._content[block] = content
         self._published[block] = self.clock
@@ -209,9 +193,9 @@ class BlockPool(Generic[Content]):
     def withdraw(self, block: int) -> None:
         """Take a block's content away, whoever references it."""
         refs = self.refs(block)
-        if self._content[block] is None:
+        if not self._content[block]:
             raise IllegalTransition(f"block {block} is {self.state(block)}: it has no content to withdraw")
-        self._content[block] = None
+        self._content[block] = 0
         if refs == 0:
             self._cached.remove(block)
             self._empty.append(block)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+
 from kvproof.allocator import loops
+from kvproof.allocator.errors import InvalidArgument, shown
 from kvproof.allocator.events import EventLog
 from kvproof.allocator.hashing import HashBlock
 from kvproof.allocator.index import NONE, Node, PrefixIndex
 from kvproof.allocator.policy import LRU, EvictionPolicy
 from kvproof.allocator.pool import BlockPool
-from kvproof.allocator.sequence import Sequence
+from kvproof.allocator.sequence import TOKEN_BYTES, Sequence
 from kvproof.allocator.stats import Counters
 
 
@@ -25,11 +28,11 @@ class PrefixCache:
         hash_block: HashBlock,
         events: bool,
     ) -> None:
-        self.pool: BlockPool[int] = BlockPool(
-            num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self._evicted, evict_run=self._evict_run
+        self.pool = BlockPool(
+            num_blocks, num_reserved=num_reserved, policy=policy, on_evict=self._evicted, take_run=self._take_run
         )
         self.events = EventLog(block_size) if events else None
-        self.index = PrefixIndex(self.events)
+        self.index = PrefixIndex(TOKEN_BYTES * block_size, self.events)
         self.counters = Counters()
         self.block_size = block_size
         self.hash_block = hash_block
@@ -64,19 +67,13 @@ class PrefixCache:
         blocks = self.index.blocks(node)
         return blocks[0] if len(blocks) == 1 else max(blocks, key=lambda block: self.pool.refs(block) > 0)
 
-    def prepare(self, seq: Sequence, first: int, stop: int) -> list[bytes]:
-        """The keys of the sequence's computed blocks `first` to `stop`, for `publish`.
-
-        What can fail, such as a hash function, fails here, and nothing has changed.
-        """
+    def prepare(self, seq: Sequence, first: int, stop: int) -> None:
+        """Make ready for `publish` with the same arguments. What can fail, such as a hash function, fails here."""
         self.index.make_room(stop - first + 1)  # one may be a root
-        self._hashes(seq, first)
-        keys = seq.keys(first, stop, self.block_size)
-        self._chain(seq, first, keys)
-        return keys
+        self._hashes(seq, stop)
 
-    def publish(self, seq: Sequence, first: int, keys: list[bytes]) -> dict[int, int]:
-        """Make the sequence's blocks from `first` on findable, whose keys `prepare` has made.
+    def publish(self, seq: Sequence, first: int, stop: int) -> dict[int, int]:
+        """Make the sequence's computed blocks `first` to `stop`, for which `prepare` was called, findable.
 
         Returns those entries whose content is findable already, with its node: nothing has happened to their blocks.
         None are published, and none returned, when their prefix can't be found: then neither could they.
@@ -85,11 +82,11 @@ class PrefixCache:
         parent = self._node_before(seq, first)
         if not parent:
             return duplicates
-        done = 0
-        if loops.compiled is not None and self.events is None:
-            done, parent = loops.compiled.publish_run(self.index, self.pool, parent, seq, first, keys, duplicates)
-        for i, key in enumerate(keys[done:], first + done):
-            hash = seq._hashes[i]
+        done = first
+        if loops.compiled is not None and self.events is None and not seq.media:
+            done, parent = loops.compiled.publish_run(self.index, self.pool, parent, seq, first, stop, duplicates)
+        for i in range(done, stop):
+            key, hash = seq.key(i, self.block_size), seq._hashes[i]
             node = self.index.find(parent, key, hash)
             if node:
                 duplicates[i] = node
@@ -98,7 +95,7 @@ class PrefixCache:
                 node = self.index.add(block, parent, key, hash)
                 self.pool.publish(block, node)
             parent = node
-        self.counters.published += len(keys) - len(duplicates)
+        self.counters.published += stop - first - len(duplicates)
         return duplicates
 
     def publish_duplicate(self, block: int, node: int) -> None:
@@ -145,12 +142,12 @@ class PrefixCache:
             self.counters.evictions += 1
             self.counters.residency += self.pool.age(lost)
 
-    def _evict_run(self, n: int) -> list[int]:
+    def _take_run(self, n: object) -> list[int]:
         """What `BlockPool` calls by this name."""
         if loops.compiled is None or self.events is not None:
             return []
-        evicted: list[int] = loops.compiled.evict_run(self.pool, self.index, self.counters, LRU, n)
-        return evicted
+        taken: list[int] = loops.compiled.take_run(self.pool, self.index, self.counters, LRU, n)
+        return taken
 
     def _forget(self, block: int, node: int) -> list[int]:
         """`block` has lost its content. Returns the blocks that lost theirs with it."""
@@ -159,17 +156,18 @@ class PrefixCache:
             self.pool.withdraw(orphan)
         return orphans
 
-    def _hashes(self, seq: Sequence, stop: int) -> list[int]:
+    def _hashes(self, seq: Sequence, stop: int) -> array[int]:
         """The chained hashes of the sequence's blocks, at least up to `stop`, each computed once in its life."""
         hashes = seq._hashes
-        if len(hashes) < stop:
-            self._chain(seq, len(hashes), seq.keys(len(hashes), stop, self.block_size))
+        if loops.compiled is not None and hashes and not seq.media:
+            loops.compiled.hash_run(self.hash_block, seq, stop, self.block_size)
+        for i in range(len(hashes), stop):
+            parent_hash = hashes[-1] if hashes else seq.namespace.root_hash(self.hash_block)
+            hash = self.hash_block(seq.key(i, self.block_size), parent_hash)
+            try:
+                hashes.append(hash)
+            except (OverflowError, TypeError):
+                raise InvalidArgument(
+                    f"hash_block returned {shown(hash)}, must be an integer from 0 to 2**64 - 1"
+                ) from None
         return hashes
-
-    def _chain(self, seq: Sequence, first: int, keys: list[bytes]) -> None:
-        """Hash the sequence's blocks from `first` on, of these keys, as far as they are not hashed yet."""
-        hashes = seq._hashes
-        if loops.compiled is not None and hashes:
-            loops.compiled.chain(self.hash_block, keys, len(hashes) - first, hashes, hashes[-1])
-        for key in keys[len(hashes) - first :]:
-            hashes.append(self.hash_block(key, hashes[-1] if hashes else seq.namespace.root_hash(self.hash_block)))

@@ -52,7 +52,7 @@ class Sequence:
             raise InvalidArgument("a sequence needs at least one token")
         if max_length is not None:
             require_int("max_length", max_length, len(self._tokens), MAX_LENGTH)
-        self._hashes: list[int] = []
+        self._hashes = array("Q")
         self._table = array("i")
         self._num_computed = self._num_reserved = self._num_cached = 0
         self.max_length = max_length
@@ -109,17 +109,6 @@ class Sequence:
         tokens = self._tokens[start:stop]
         key = tokens.tobytes() if sys.byteorder == "little" else little_endian(tokens)
         return key + media_in(self.media, start, stop) if self.media else key
-
-    def keys(self, first: int, stop: int, block_size: int) -> list[bytes]:
-        """The keys of blocks `first` to `stop`, at the cost of slicing one copy of their tokens."""
-        if self.media or stop - first == 1:
-            return [self.key(i, block_size) for i in range(first, stop)]
-        if loops.compiled is not None and sys.byteorder == "little":
-            keys: list[bytes] = loops.compiled.keys(self, first, stop, block_size)
-            return keys
-        data = little_endian(self._tokens[first * block_size : stop * block_size])
-        size = TOKEN_BYTES * block_size
-        return [data[at : at + size] for at in range(0, len(data), size)]
 
     def append(self, token: int) -> None:
         """One more token is known, usually the one just sampled. It has no slot before `reserve` gives it one."""

@@ -114,7 +114,7 @@ def checks(make_policy: MakePolicy) -> tuple[Check, ...]:
             for _ in range(min(n, len(self.empty) + len(self.cached))):
                 block = self.empty[-1] if self.empty else self.to_evict()[0]
                 self.take(1)
-                self.publish(block, "a")
+                self.publish(block, 1)
                 self.release(block)
 
         @rule(which=st.integers(0, 7))

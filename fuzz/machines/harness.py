@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from unittest.mock import patch
 
 from hypothesis import event
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from kvproof.allocator import (
     Sequence,
     xxh3_chained,
 )
+from kvproof.allocator.batch import DecodeBatch
 from kvproof.fuzz.machines.router import Router
 from kvproof.fuzz.model import Media, ModelManager, ModelSequence, Prefix, clip
 
@@ -106,6 +108,7 @@ class ManagerHarness(RuleBasedStateMachine):
         watermark=st.sampled_from((0, 0, 1, 2)),
         patience=st.sampled_from((None, 0, 0, 5)),
         debug=st.booleans(),
+        log_steps=st.sampled_from((1, 2, 64)),
     )
     def start(
         self,
@@ -120,6 +123,7 @@ class ManagerHarness(RuleBasedStateMachine):
         watermark: int,
         patience: int | None,
         debug: bool,
+        log_steps: int,
     ) -> None:
         """`patience` is how many steps' events are left to pile up; None for no events."""
         usable, num_blocks = num_blocks, num_blocks + (null_block or window is not None)
@@ -154,7 +158,8 @@ class ManagerHarness(RuleBasedStateMachine):
         self.slots: list[Pair | None] = [None] * NUM_SLOTS
         self.prompts: list[list[int]] = [[0]]
         self.pins: list[tuple[Pin, list[int]]] = []
-        self.batch = self.manager.decode_batch(NUM_SLOTS)
+        with patch.object(DecodeBatch, "max_log_steps", log_steps):
+            self.batch = self.manager.decode_batch(NUM_SLOTS)
         self.rows: list[Pair] = []  # those in the batch, by row
         self.memory: dict[tuple[int, int], Prefix] = {}
 

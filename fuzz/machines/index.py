@@ -16,14 +16,14 @@ from kvproof.fuzz.machines.harness import NAMESPACES, weakened
 
 Path = tuple[Namespace, tuple[bytes, ...]]
 
-CHUNKS = st.sampled_from((b"\0\0\0\0", b"\1\0\0\0"))
+CHUNKS = st.sampled_from((b"\0\0\0\0", b"\1\0\0\0", b"\1\0\0\0media"))
 MAX_DEPTH = 4
 
 
 class IndexMachine(RuleBasedStateMachine):
     @initialize(hash_bits=st.sampled_from((0, 1, 4, 64)))
     def start(self, hash_bits: int) -> None:
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(4)
         self.hash_block = weakened(hash_bits)
         self.carriers: dict[Path, list[int]] = {}
         self.dead: list[tuple[Node, int]] = []  # with the hash it had

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvproof.allocator import BlockManager, InvariantViolation, Namespace, Node, Sequence
-from kvproof.allocator.index import NONE
+from kvproof.allocator.index import _BLOCK, _CHILD, _PARENT, NONE
 
 
 def busy() -> tuple[BlockManager, Sequence]:
@@ -64,7 +64,7 @@ def place_of(manager: BlockManager, block: int) -> int:
 
 
 def another_carrier(manager: BlockManager, seq: Sequence) -> None:
-    manager.index._block[place_of(manager, 0)] = 5
+    manager.index._records[place_of(manager, 0) + _BLOCK] = 5
 
 
 def two_contents(manager: BlockManager, seq: Sequence) -> None:
@@ -72,16 +72,16 @@ def two_contents(manager: BlockManager, seq: Sequence) -> None:
 
 
 def unknown_child(manager: BlockManager, seq: Sequence) -> None:
-    manager.index._child[place_of(manager, 0)] = NONE
+    manager.index._records[place_of(manager, 0) + _CHILD] = NONE
 
 
 def no_parent(manager: BlockManager, seq: Sequence) -> None:
-    manager.index._parent[place_of(manager, 1)] = NONE
+    manager.index._records[place_of(manager, 1) + _PARENT] = NONE
 
 
 def dead_parent(manager: BlockManager, seq: Sequence) -> None:
     """Its parent died, and its place is another's."""
-    manager.index._parent[place_of(manager, 1)] -= 2**32
+    manager.index._records[place_of(manager, 1) + _PARENT] -= 2**32
 
 
 def childless_root(manager: BlockManager, seq: Sequence) -> None:
@@ -95,7 +95,7 @@ def other_tokens(manager: BlockManager, seq: Sequence) -> None:
 
 
 def forgotten_content(manager: BlockManager, seq: Sequence) -> None:
-    manager.pool._content[0] = None
+    manager.pool._content[0] = 0
 
 
 def short_table(manager: BlockManager, seq: Sequence) -> None:

@@ -74,7 +74,7 @@ def test_l1_a_free_hit_is_consumed() -> None:
 
 def test_l2_second_release_of_a_block() -> None:
     """vllm#42571, #42612: the same block is freed twice."""
-    pool: BlockPool[str] = BlockPool(2)
+    pool = BlockPool(2)
     (block,) = pool.take()
     pool.release(block)
     with pytest.raises(IllegalTransition, match=f"block {block} is free"):

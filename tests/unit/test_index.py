@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvproof.allocator import Namespace, PrefixIndex
+from kvproof.allocator import InvalidArgument, Namespace, PrefixIndex
 from kvproof.allocator.index import NONE
 from kvproof.fuzz.machines.index import IndexMachine
 
@@ -19,7 +19,7 @@ COLLIDING = 7
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_colliding_nodes_leave_in_any_order(order: tuple[int, ...]) -> None:
     """All four in one bucket: its first, its last and those between are unlinked without losing another."""
-    index = PrefixIndex()
+    index = PrefixIndex(4)
     root = index.plant(Namespace())
     nodes = [index.add(block, root, tokens, COLLIDING) for block, tokens in enumerate((A, B, C, D))]
     left = set(range(4))
@@ -32,7 +32,7 @@ def test_colliding_nodes_leave_in_any_order(order: tuple[int, ...]) -> None:
 
 
 def test_a_hit_needs_the_parent_the_tokens_and_the_hash() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(4)
     root, stranger = index.plant(Namespace()), index.plant(Namespace(salt="x"))
     a, b = index.add(0, root, A, 1), index.add(1, root, B, 1)
     child = index.add(2, a, C, 1)
@@ -44,8 +44,21 @@ def test_a_hit_needs_the_parent_the_tokens_and_the_hash() -> None:
     assert index.find(stranger, A, 1) == NONE
 
 
+def test_what_a_key_has_beyond_its_size_counts() -> None:
+    index = PrefixIndex(4)
+    root = index.plant(Namespace())
+    plain, media = index.add(0, root, A, 1), index.add(1, root, A + b"media", 1)
+    assert (index.find(root, A, 1), index.find(root, A + b"media", 1)) == (plain, media)
+    assert index.find(root, A + b"other", 1) == NONE
+    assert index.node(media).tokens == A + b"media"
+    index.remove(1, media)
+    assert (index.find(root, A, 1), index.find(root, A + b"media", 1)) == (plain, NONE)
+    with pytest.raises(InvalidArgument, match=r"^a key of 3 bytes, must have at least 4$"):
+        index.add(2, root, b"aaa", 1)
+
+
 def test_the_last_carrier_takes_the_descendants_with_it() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(4)
     root = index.plant(Namespace())
     top = index.add(5, root, A, 1)
     index.carry(6, top)
@@ -62,15 +75,15 @@ def test_the_last_carrier_takes_the_descendants_with_it() -> None:
 
 def test_a_node_has_one_life() -> None:
     """The same tokens written again are another node: nothing of the old one's is reachable through it."""
-    index = PrefixIndex()
+    index = PrefixIndex(4)
     root = index.plant(Namespace())
     old = index.add(0, root, A, 1)
-    index.add(1, old, B, 2)
+    below = index.add(1, old, B, 2)
     index.add(2, root, D, 3)
     assert index.remove(0, old) == [1]
     new = index.add(0, root, A, 1)
     other = index.add(1, root, C, 2)  # the places of both are taken again
-    assert {node % 2**32 for node in (new, other)} == {2, 3}
+    assert {node % 2**32 for node in (new, other)} == {node % 2**32 for node in (old, below)}
     assert index.find(root, A, 1) == new != old
     assert index.find(new, B, 2) == NONE
     assert index.find(old, B, 2) == NONE
@@ -79,7 +92,7 @@ def test_a_node_has_one_life() -> None:
 
 def test_a_namespace_is_forgotten_with_its_last_node() -> None:
     """Salts come from outside without end; an index that kept every root would grow with them."""
-    index = PrefixIndex()
+    index = PrefixIndex(4)
     salted = Namespace(salt="x")
     assert index.root(salted) == NONE
     root = index.plant(salted)
@@ -97,7 +110,7 @@ def test_a_namespace_is_forgotten_with_its_last_node() -> None:
 
 def test_depth_is_no_limit() -> None:
     """A million tokens in blocks of 16 are deeper than Python's stack."""
-    index = PrefixIndex()
+    index = PrefixIndex(4)
     node = top = index.add(0, index.plant(Namespace()), A, 0)
     for block in range(1, 62_500):
         node = index.add(block, node, A, block)
@@ -107,18 +120,19 @@ def test_depth_is_no_limit() -> None:
 
 def test_nothing_is_left_of_what_was_removed() -> None:
     """An index sees new content for ever; a trace of each would be a leak."""
-    index = PrefixIndex()
+    index = PrefixIndex(4)
     for i in range(4):
         root = index.plant(Namespace(salt=str(i)))
-        nodes = [index.add(block, root, bytes([block]), block % 2) for block in range(4)]
+        nodes = [index.add(block, root, bytes([block] * (4 + block)), block % 2) for block in range(4)]
         for block, node in enumerate(nodes):
             index.remove(block, node)
-    assert (set(index._buckets), index._roots, index._namespaces, index._more_blocks) == ({0}, {}, {}, {})
-    assert len(index._free_places) == len(index._tokens) - 1 == 16
+    left = index._roots, index._namespaces, index._more_blocks, index._more_key
+    assert (set(index._buckets), *left) == ({0}, {}, {}, {}, {})
+    assert len(index._free_places) == len(index._keys) // 4 - 1 < 16
 
 
 def test_repr_names_what_a_reader_looks_for() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(4)
     parent = index.add(4, index.plant(Namespace()), A, 0)
     node = index.add(7, parent, B, 0)
     assert repr(index.node(node)) == "Node(uid=3, parent=2, blocks=(7,))"

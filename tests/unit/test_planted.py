@@ -48,7 +48,7 @@ def test_a_fault_leaves_with_its_block() -> None:
     assert inspect.getattr_static(BlockManager, "reserve") is before
 
 
-@pytest.mark.parametrize(("old", "times"), [("no such text", 0), ("node", 2)])
+@pytest.mark.parametrize(("old", "times"), [("no such text", 0), ("node", 4)])
 def test_a_fault_that_no_longer_fits_the_source_says_so(old: str, times: int) -> None:
     """Else a fault would stay in the list, be planted nowhere and look as if it went unnoticed."""
     before = inspect.getattr_static(PrefixIndex, "find")

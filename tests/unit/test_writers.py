@@ -31,7 +31,7 @@ WRITERS = declared(
         # BlockPool
         "_refs": ["pool.BlockPool: __init__ release share take"],
         "_content": ["pool.BlockPool: __init__ _evict publish withdraw"],
-        "_empty": ["pool.BlockPool: __init__ _evict _take_and_evict release take withdraw"],
+        "_empty": ["pool.BlockPool: __init__ _evict release take withdraw"],
         "_cached": ["pool.BlockPool: __init__ _evict release share withdraw"],
         # PrefixIndex
         "_buckets": ["index.PrefixIndex: __init__ _forget _spread add"],
@@ -39,40 +39,35 @@ WRITERS = declared(
         "_namespaces": ["index.PrefixIndex: __init__ _close_gap plant"],
         "_more_blocks": ["index.PrefixIndex: __init__ _forget carry remove"],
         "_last_number": ["index.PrefixIndex: __init__ _new"],
-        "_node": ["index.PrefixIndex: __init__ _new make_room"],
-        "_block": ["index.PrefixIndex: __init__ _new make_room remove"],
-        "_parent": ["index.PrefixIndex: __init__ _new make_room"],
-        "_hash": ["index.PrefixIndex: __init__ _new make_room"],
-        "_collision": ["index.PrefixIndex: __init__ _forget _free _spread add make_room"],
-        "_child": ["index.PrefixIndex: __init__ _close_gap _free add make_room"],
-        "_older": ["index.PrefixIndex: __init__ _close_gap _free add make_room"],
-        "_younger": ["index.PrefixIndex: __init__ _close_gap _free add make_room"],
+        "_records": ["index.PrefixIndex: __init__ _close_gap _forget _free _new _spread add make_room remove"],
+        "_keys": ["index.PrefixIndex: __init__ add make_room"],
+        "_more_key": ["index.PrefixIndex: __init__ _forget add"],
         "_free_places": ["index.PrefixIndex: __init__ _free _new make_room"],
-        # Sequence; PrefixIndex has _tokens too, by place
+        # Sequence
         "_tokens": [
             "sequence.Sequence: __init__ _fork append extend",
             "manager.BlockManager: truncate",
-            "batch.DecodeBatch: _settle commit",
-            "index.PrefixIndex: __init__ _free _new make_room",
+            "batch.DecodeBatch: _settle",
         ],
         "_hashes": [
-            "prefix.PrefixCache: _chain _hashes",
+            "prefix.PrefixCache: _hashes",
             "sequence.Sequence: __init__ _fork",
             "manager.BlockManager: truncate",
         ],
         "_table": [  # block_table hands it out for reading, _write_row copies it
             "sequence.Sequence: __init__ _fork block_table",
-            "manager.BlockManager: _add_block _keep_slots _leave_window _merge _reserve admit fork release",
+            "manager.BlockManager: _add_blocks _keep_slots _leave_window _merge _reserve admit fork release",
             "batch.DecodeBatch: _write_row",
         ],
         "_num_computed": [
             "sequence.Sequence: __init__",
             "manager.BlockManager: admit commit release truncate",
-            "batch.DecodeBatch: _settle commit",
+            "batch.DecodeBatch: _settle",
         ],
         "_num_reserved": [
             "sequence.Sequence: __init__",
-            "manager.BlockManager: _add_block _keep_slots _reserve admit release",
+            "manager.BlockManager: _keep_slots _reserve admit release",
+            "batch.DecodeBatch: _serve_row",
         ],
         "_flight": [
             "sequence.Sequence: __init__ _fork",
@@ -84,10 +79,9 @@ WRITERS = declared(
         "_row": ["sequence.Sequence: __init__", "batch.DecodeBatch: _remove add"],
         "_settled_at": ["sequence.Sequence: __init__", "batch.DecodeBatch: _settle add"],
         "_rows": ["batch.DecodeBatch: __init__ _remove add"],
-        "_starved": ["batch.DecodeBatch: __init__ _remove commit reserve"],
-        "_log": ["batch.DecodeBatch: __init__ _write_log"],
-        "_log_start": ["batch.DecodeBatch: __init__ _write_log"],
-        "_tables": ["batch.DecodeBatch: __init__ _fit _write_row block_tables commit reserve"],
+        "_starved": ["batch.DecodeBatch: __init__ _publish_row _remove reserve"],
+        "_log": ["batch.DecodeBatch: __init__ commit"],
+        "_tables": ["batch.DecodeBatch: __init__ _fit _publish_row _serve_row _write_row block_tables"],
         "_num_steps": ["batch.DecodeBatch: __init__ commit"],
         # BlockManager and Flights
         "_admitted": ["manager.BlockManager: __init__ admit fork release"],
@@ -112,24 +106,20 @@ ELSEWHERE: dict[str, set[str]] = {
 # writes what that function and those that it calls may write.
 COMPILED = {
     "bind": "sequence",  # writes nothing
-    "chain": "prefix.PrefixCache._chain",
-    "commit_rows": "batch.DecodeBatch._not_compiled",  # which is the loop of `commit`
-    "evict_run": "prefix.PrefixCache._evict_run",  # `_evicted` and `BlockPool._take_and_evict`
+    "commit_batch": "batch.DecodeBatch.commit",
     "find_run": "prefix.PrefixCache.find",
-    "keys": "sequence.Sequence.keys",
-    "longest_table": "batch.DecodeBatch.reserve",
-    "prepare_rows": "batch.DecodeBatch._prepared",
+    "hash_run": "prefix.PrefixCache._hashes",
     "publish_run": "prefix.PrefixCache.publish",
-    "refer": "pool.BlockPool.take",
     "release_run": "pool.BlockPool.release_all",
-    "serve_rows": "batch.DecodeBatch.reserve",
+    "reserve_batch": "batch.DecodeBatch.reserve",
     "share_run": "pool.BlockPool.share_all",
     "spread": "index.PrefixIndex._spread",
+    "take_run": "prefix.PrefixCache._take_run",  # `BlockPool.take` with `_evicted`
     "token_array": "sequence.token_array",
 }
 
 # Fields that hold numbers: whoever reads one has no part of the state in hand.
-PLAIN = {"_batch", "_flight", "_last_number", "_log_start", "_num_computed", "_num_launched", "_num_reserved",
+PLAIN = {"_batch", "_flight", "_last_number", "_num_computed", "_num_launched", "_num_reserved",
          "_num_steps", "_row", "_settled_at"}  # fmt: skip
 # Fields whose elements can be changed in their turn: every use counts.
 NESTED = {"_parked"}
@@ -256,13 +246,13 @@ def test_no_field_is_reached_by_its_name(module: str) -> None:
         ("pool", "drop = self._empty.pop", ["writes _empty"]),
         ("pool", "self._empty.sort()", ["writes _empty"]),
         ("pool", "del self._content[b]", ["writes _content"]),
-        ("pool", "a, self._content[b] = 1, None", ["writes _content"]),
+        ("pool", "a, self._content[b] = 1, 0", ["writes _content"]),
         ("pool", "for self._refs[b] in (1, 2): pass", ["writes _refs"]),
         ("pool", "(empty := self._empty).append(b)", ["writes _empty"]),
         ("pool", "return len(self._empty), self._refs[b], [*self._empty], b in self._content", []),
-        ("prefix", "self.index._child[b] = 0", ["touches _child", "writes _child"]),
-        ("index", "self._tokens[b] = b''", ["writes _tokens"]),
-        ("index", "return self._parent[b]", []),
+        ("prefix", "self.index._records[b] = 0", ["touches _records", "writes _records"]),
+        ("index", "self._keys[b] = 0", ["writes _keys"]),
+        ("index", "return self._records[b]", []),
         ("flight", "self._parked[0].append(b)", ["writes _parked"]),
         ("snapshot", "return seq._num_computed", ["touches _num_computed"]),
         ("manager", "seq._num_computed += 1", ["writes _num_computed"]),
