@@ -202,7 +202,7 @@ class AttentionBackend(ABC):
         sources, destinations = zip(*orders, strict=True)
         if len(set(destinations)) < len(destinations):
             raise InvalidArgument(f"copy orders write a block twice: destinations {list(destinations)}")
-        index = torch.tensor((sources, destinations), device=self.cache.device)
+        index = to_device(torch.tensor((sources, destinations), device="cpu"), self.cache.device)
         cache = _movable(self.cache)
         cache.index_copy_(1, index[1], cache.index_select(1, index[0]))
 
@@ -223,7 +223,7 @@ class AttentionBackend(ABC):
 
     def _place_tokens(self, batch: BatchPlan) -> Tensor:
         """`token_index` of the batch on the cache's device. Called after `_plan`."""
-        return token_index(batch, self.spec.block_size).to(self.spec.device)
+        return to_device(token_index(batch, self.spec.block_size), self.spec.device)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._write_at(self._tokens, layer, k, v)
@@ -255,6 +255,16 @@ def token_index(batch: BatchPlan, block_size: int) -> Tensor:
     """int64 [3, T] on the CPU: each token's block, its offset in the block, and its position."""
     slots = batch.slot_mapping.long()
     return torch.stack((slots // block_size, slots % block_size, batch.positions.long()))
+
+
+def to_device(host: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host's on `device`, without waiting for what was submitted there before.
+
+    From pinned memory, which PyTorch gives to others only when the copy has been made.
+    """
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _movable(tensor: Tensor) -> Tensor:

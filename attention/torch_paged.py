@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvproof.attention.base import AttentionBackend, Capabilities
+from kvproof.attention.base import AttentionBackend, Capabilities, to_device
 from kvproof.attention.cpu_kernel import DecodeKernel
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import INT32_LIMIT, CacheSpec
@@ -148,10 +148,10 @@ class TorchAttention(AttentionBackend):
         if visible.all():
             return None
         bias = torch.zeros(visible.shape, dtype=self.cache.dtype)
-        return bias.masked_fill_(torch.from_numpy(~visible), float("-inf")).to(self.cache.device)
+        return to_device(bias.masked_fill_(torch.from_numpy(~visible), float("-inf")), self.cache.device)
 
     def _index(self, index: Ints) -> Tensor:
-        return torch.from_numpy(index.reshape(-1)).to(self.cache.device)
+        return to_device(torch.from_numpy(index.reshape(-1)), self.cache.device)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         if self._kernel:

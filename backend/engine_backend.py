@@ -10,6 +10,7 @@ import torch
 
 from kvproof.allocator import BlockManager, EvictionPolicy, InvalidArgument, Sequence
 from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec
+from kvproof.attention.base import to_device
 from kvproof.backend.graphs import FixedStep
 from kvproof.backend.runner import Step
 from kvproof.backend.selection import AUTO, select
@@ -78,18 +79,19 @@ class EngineBackend:
             [np.asarray(seq.tokens(seq.num_computed, seq.num_computed + n), dtype=np.int64) for seq, n in chunks]
         )
         rows = [int(end) - 1 for end, chunk in zip(plan.qo_indptr[1:], chunks, strict=False) if reaches_end(chunk)]
-        device = self.spec.device
-        if padded_to is None:
-            kind, token_ids = Step, torch.from_numpy(tokens).to(device)
-        else:
-            kind, token_ids = FixedStep, self._fixed_token_ids[:padded_to]  # padding has any token
-            token_ids[: tokens.size].copy_(torch.from_numpy(tokens))
-        return kind(
-            token_ids=token_ids,
+        step = Step(
+            token_ids=to_device(torch.from_numpy(tokens), self.spec.device),
             positions=self.attention.positions,
-            logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            logits_rows=to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.spec.device),
             attention=self.attention.run,
         )
+        return step if padded_to is None else self._fixed(step, padded_to)
+
+    def _fixed(self, step: Step, size: int) -> FixedStep:
+        """The step with its tokens where they were in the last one of `size`. Those of the padding may be any."""
+        token_ids = self._fixed_token_ids[:size]
+        token_ids[: step.token_ids.numel()].copy_(step.token_ids)
+        return FixedStep(token_ids, step.positions, step.logits_rows, step.attention, owner=self)
 
     def end(self, chunks: Seq[Chunk]) -> None:
         """Commit what `begin` planned, once the runner has returned."""

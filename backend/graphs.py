@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,8 +23,11 @@ from kvproof.backend.runner import ModelRunner, ModelSpec, Step
 class FixedStep(Step):
     """A step of decodes whose tensors, and what `attention` reads, lie where they lay in the last one of its size.
 
-    All but `logits_rows`, which names live rows; the others are padding.
+    All but `logits_rows`, which names live rows; the others are padding. The memory is the `owner`'s, and a graph that
+    was captured on it lives no longer.
     """
+
+    owner: object
 
 
 class Graph(Protocol):
@@ -59,6 +63,14 @@ class CudaGraph:
         self._graph.replay()
 
 
+class Captured(NamedTuple):
+    """A graph, where it leaves its result, and what it reads."""
+
+    graph: Graph
+    logits: Tensor
+    inputs: tuple[Tensor, ...]
+
+
 class GraphRunner:
     """A `ModelRunner` that replays another one's forward pass in every `FixedStep`, and calls it in others.
 
@@ -68,8 +80,9 @@ class GraphRunner:
     def __init__(self, runner: ModelRunner, graph: Callable[[], Graph] = CudaGraph) -> None:
         self._runner = runner
         self._graph = graph
-        # With the step, because the graph reads its tensors. Their address tells one cache's steps from another's.
-        self._captured: dict[tuple[int, int], tuple[Graph, Tensor, Step]] = {}
+        # By owner, and by where the step's tokens lie. Nothing here may hold the owner, or its cache would live as long
+        # as the runner.
+        self._captured: WeakKeyDictionary[object, dict[tuple[int, int], Captured]] = WeakKeyDictionary()
 
     @property
     def spec(self) -> ModelSpec:
@@ -78,12 +91,13 @@ class GraphRunner:
     def forward(self, step: Step) -> Tensor:
         if not isinstance(step, FixedStep):
             return self._runner.forward(step)
+        captured = self._captured.setdefault(step.owner, {})
         key = step.token_ids.data_ptr(), step.token_ids.numel()
-        if key not in self._captured:
+        if key not in captured:
             every_row = torch.arange(step.token_ids.numel(), device=step.token_ids.device)
             whole = replace(step, logits_rows=every_row)
             graph = self._graph()
-            self._captured[key] = graph, graph.capture(lambda: self._runner.forward(whole)), whole
-        graph, logits, _ = self._captured[key]
-        graph.replay()
-        return logits[step.logits_rows]
+            logits = graph.capture(lambda: self._runner.forward(whole))
+            captured[key] = Captured(graph, logits, (step.token_ids, every_row))
+        captured[key].graph.replay()
+        return captured[key].logits[step.logits_rows]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -115,10 +117,11 @@ def in_source(owner: type, function: str, old: str, new: str) -> Callable[[pytes
     [
         tokens_in_new_memory,
         planned_outside_the_buffers,
-        in_source(GraphRunner, "forward", "graph.replay()", "pass"),
+        in_source(GraphRunner, "forward", "captured[key].graph.replay()", "pass"),
         in_source(GraphRunner, "forward", "logits[step.logits_rows]", "logits[: len(step.logits_rows)]"),
+        in_source(GraphRunner, "forward", "step.token_ids.numel()\n    if", "0\n    if"),
         in_source(GraphRunner, "forward", "logits_rows=every_row", "logits_rows=step.logits_rows"),
-        in_source(EngineBackend, "begin", "token_ids[: tokens.size]", "token_ids.clone()[: tokens.size]"),
+        in_source(EngineBackend, "_fixed", ".copy_(step.token_ids)", ".clone().copy_(step.token_ids)"),
         in_source(EngineBackend, "begin", "plan = plan.pad(padded_to)", "pass"),
     ],
 )
@@ -138,10 +141,36 @@ def test_a_planted_fault_of_graphs_is_noticed(
 
 def test_token_ids_in_new_memory_are_captured_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not wrong, since a graph is only replayed for the memory that it was captured on."""
-    in_source(EngineBackend, "begin", "[:padded_to]", "[:padded_to].clone()")(monkeypatch)
+    in_source(EngineBackend, "_fixed", "[:size]", "[:size].clone()")(monkeypatch)
     generated, captured = replayed()
     assert generated == right()
     assert captured > 4
+
+
+class Eager:
+    """A graph that keeps nothing of what it was captured on, as CUDA's keeps none of Python's objects."""
+
+    def capture(self, work: Callable[[], Tensor]) -> Tensor:
+        return work()
+
+    def replay(self) -> None:
+        pass
+
+
+def test_a_runner_outlives_its_caches() -> None:
+    """Graphs of a cache go with it; the runner serves the next one."""
+    runner = GraphRunner(RUNNER, Eager)
+    for _ in range(2):
+        backend = EngineBackend(SPEC, attention=GraphsOverDouble(SPEC))
+        seq = backend.manager.sequence([1])
+        backend.manager.admit(seq)
+        runner.forward(backend.begin([Chunk(seq, 1)]))
+        assert len(runner._captured) == 1
+        cache = weakref.ref(backend.attention.cache)
+        del backend
+        gc.collect()
+        assert cache() is None
+        assert len(runner._captured) == 0
 
 
 def test_a_capture_allows_no_waiting_for_the_device() -> None:

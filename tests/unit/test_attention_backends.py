@@ -25,6 +25,7 @@ from kvproof.attention import (
     UnsupportedSpec,
     cpu_kernel,
 )
+from kvproof.attention.base import to_device
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.attention.torch_paged import KEYS_MULTIPLE, PADDING, TorchAttention, _similar_rows
 from kvproof.fuzz.conformance import attention_checks
@@ -374,6 +375,16 @@ def test_copy_blocks_copies_all_layers_and_reads_before_it_writes(layout: str) -
     after = before.clone()
     after[:, 2], after[:, 5] = before[:, 1], before[:, 2]
     assert torch.equal(backend.cache, after)
+
+
+def test_what_goes_to_a_gpu_goes_from_pinned_memory_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(3)
+    assert to_device(x, "cpu") is x
+    calls: list[object] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
+    monkeypatch.setattr(Tensor, "to", lambda self, *to, **how: calls.append((to, how)) or self)
+    to_device(x, "cuda:1")
+    assert calls == ["pinned", (("cuda:1",), {"non_blocking": True})]
 
 
 @pytest.mark.parametrize(
