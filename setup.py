@@ -17,7 +17,9 @@ class BuildOptional(build_ext):
         self.extensions = [ext for ext in self.extensions if Path(self.get_ext_fullpath(ext.name)).exists()]
 
 
+PARTS = [str(path) for path in sorted(Path("allocator").glob("_loops_*.h"))]
+
 setup(
     cmdclass={"build_ext": BuildOptional},
-    ext_modules=[Extension("kvproof.allocator._loops", ["allocator/_loops.c"], optional=True)],
+    ext_modules=[Extension("kvproof.allocator._loops", ["allocator/_loops.c"], depends=PARTS, optional=True)],
 )

@@ -1,0 +1,229 @@
+/* `PrefixIndex` and the hashes of sequences. Part of _loops.c. */
+
+typedef struct {
+    uint64_t node, parent, hash, block, collision, child, older, younger;
+} Record;
+
+#define WORDS ((Py_ssize_t)(sizeof(Record) / sizeof(uint64_t)))
+
+typedef struct {
+    Array records, keys, buckets;
+    PyObject *more_key;
+    Py_ssize_t key_size;
+} Index;
+
+static void close_index(Index *index)
+{
+    close_array(&index->records);
+    close_array(&index->keys);
+    close_array(&index->buckets);
+    Py_CLEAR(index->more_key);
+}
+
+static int open_index(PyObject *self, Index *index)
+{
+    memset(index, 0, sizeof *index);
+    if (open_attribute(self, s__records, &index->records) < 0 || open_attribute(self, s__keys, &index->keys) < 0 ||
+        open_attribute(self, s__buckets, &index->buckets) < 0 ||
+        (index->more_key = PyObject_GetAttr(self, s__more_key)) == NULL ||
+        (index->key_size = get_int(self, s__key_size)) < 0) {
+        close_index(index);
+        return -1;
+    }
+    return 0;
+}
+
+static Record *record_at(Index *index, uint64_t place)
+{
+    return (Record *)(index->records.words + place);
+}
+
+static Record *record_of(Index *index, uint64_t node)
+{
+    return record_at(index, (uint32_t)node);
+}
+
+static char *key_at(Index *index, uint64_t place)
+{
+    return index->keys.bytes + (Py_ssize_t)place / WORDS * index->key_size;
+}
+
+static uint32_t *bucket_of(Index *index, uint64_t hash)
+{
+    return &index->buckets.places[hash & (uint64_t)(index->buckets.n - 1)];
+}
+
+/* Whether a dict has the number; yes where that can't be found out, for that leaves it to Python. */
+static int has(PyObject *dict, uint64_t key)
+{
+    if (PyDict_GET_SIZE(dict) == 0)
+        return 0;
+    PyObject *number = PyLong_FromUnsignedLongLong(key);
+    int answer = number == NULL ? -1 : PyDict_Contains(dict, number);
+    Py_XDECREF(number);
+    if (answer < 0)
+        PyErr_Clear();
+    return answer != 0;
+}
+
+/* `PrefixIndex.find`: the record of exactly this key of `key_size` bytes after exactly this parent, or NULL. */
+static Record *find(Index *index, uint64_t parent, const char *key, uint64_t hash)
+{
+    for (uint64_t place = *bucket_of(index, hash); place; place = record_at(index, place)->collision) {
+        Record *record = record_at(index, place);
+        if (record->parent == parent && memcmp(key_at(index, place), key, (size_t)index->key_size) == 0 &&
+            !has(index->more_key, record->node))
+            return record;
+    }
+    return NULL;
+}
+
+/* The token ids of a list; 0 when there is anything else in it. */
+static int read_tokens(PyObject *tokens, int32_t *to)
+{
+    Py_ssize_t n = PyList_GET_SIZE(tokens);
+    for (Py_ssize_t i = 0; i < n && i < 32; i++) /* sampled tokens lie far apart */
+        __builtin_prefetch(PyList_GET_ITEM(tokens, i));
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (i + 32 < n)
+            __builtin_prefetch(PyList_GET_ITEM(tokens, i + 32));
+        PyObject *token = PyList_GET_ITEM(tokens, i);
+        int overflow;
+        long value = PyLong_CheckExact(token) ? PyLong_AsLongAndOverflow(token, &overflow) : -1;
+        if (value < 0 || value > INT32_MAX)
+            return 0;
+        to[i] = (int32_t)value;
+    }
+    return 1;
+}
+
+/* `array("i", tokens)` of a list of token ids, see `token_array`; None when there is anything else in it. */
+static PyObject *token_array(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *array_type = args[0], *tokens = args[1], *array;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, PyList_GET_SIZE(tokens) * (Py_ssize_t)sizeof(int32_t));
+    if (bytes == NULL)
+        return NULL;
+    if (read_tokens(tokens, (int32_t *)PyBytes_AS_STRING(bytes)))
+        array = PyObject_CallFunction(array_type, "CO", 'i', bytes);
+    else
+        array = Py_NewRef(Py_None);
+    Py_DECREF(bytes);
+    return array;
+}
+
+/* `hash_block(key, parent_hash)`, or 0 with an exception set. */
+static uint64_t hash_of(PyObject *hash_block, PyObject *key, uint64_t parent_hash)
+{
+    PyObject *seed = PyLong_FromUnsignedLongLong(parent_hash);
+    if (seed == NULL)
+        return 0;
+    PyObject *call[] = {key, seed};
+    PyObject *hash = PyObject_Vectorcall(hash_block, call, 2, NULL);
+    Py_DECREF(seed);
+    if (hash == NULL)
+        return 0;
+    uint64_t value = PyLong_AsUnsignedLongLong(hash);
+    Py_DECREF(hash);
+    return PyErr_Occurred() ? 0 : value;
+}
+
+/* Whether an exception may say that a hash is no 64-bit word, which Python says better. */
+static int is_refusal(void)
+{
+    if (!PyErr_Occurred())
+        return 0;
+    return PyErr_ExceptionMatches(PyExc_OverflowError) || PyErr_ExceptionMatches(PyExc_TypeError);
+}
+
+/* The loop of `PrefixCache._hashes` without media: the hashes up to block `stop`, of which there is one already. Its
+ * caller goes on where one is refused, and refuses it again. */
+static PyObject *hash_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *hash_block = args[0], *seq = args[1];
+    Py_ssize_t stop = PyLong_AsSsize_t(args[2]), size = PyLong_AsSsize_t(args[3]), done = 0;
+    Py_ssize_t first = PyObject_Size(SLOT(seq, _hashes)), n = stop - first;
+    uint64_t hash, *hashes = NULL;
+    int32_t *copy = NULL;
+    Array tokens = {0};
+    if (PyErr_Occurred())
+        return NULL;
+    if (n <= 0)
+        Py_RETURN_NONE;
+    if (last_word(SLOT(seq, _hashes), &hash) < 0 || open_array(SLOT(seq, _tokens), &tokens) < 0)
+        return NULL;
+    if (stop <= tokens.n / size && (copy = PyMem_New(int32_t, n * size)) != NULL && (hashes = PyMem_New(uint64_t, n)) != NULL)
+        memcpy(copy, tokens.ints + first * size, (size_t)(n * size) * sizeof *copy);
+    close_array(&tokens);
+    for (; hashes != NULL && done < n; done++) {
+        PyObject *key = PyBytes_FromStringAndSize((char *)(copy + done * size), size * (Py_ssize_t)sizeof *copy);
+        hash = key == NULL ? 0 : hash_of(hash_block, key, hash);
+        Py_XDECREF(key);
+        if (hash == 0 && PyErr_Occurred())
+            break;
+        hashes[done] = hash;
+    }
+    int status = done == n || is_refusal() ? 0 : -1;
+    if (status == 0) {
+        PyErr_Clear();
+        status = append_words(SLOT(seq, _hashes), hashes, done);
+    } else if (!PyErr_Occurred())
+        PyErr_NoMemory();
+    PyMem_Free(copy);
+    PyMem_Free(hashes);
+    if (status < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* The loop of `PrefixIndex._spread`: sort the nodes into the buckets of an array of zeros. */
+static PyObject *spread(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Index index;
+    Array buckets = {0};
+    if (open_index(args[0], &index) < 0)
+        return NULL;
+    if (open_array(args[1], &buckets) < 0) {
+        close_index(&index);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < index.buckets.n; i++)
+        for (uint64_t place = index.buckets.places[i], after; place; place = after) {
+            Record *record = record_at(&index, place);
+            uint32_t *bucket = &buckets.places[record->hash & (uint64_t)(buckets.n - 1)];
+            after = record->collision;
+            record->collision = *bucket;
+            *bucket = (uint32_t)place;
+        }
+    close_array(&buckets);
+    close_index(&index);
+    Py_RETURN_NONE;
+}
+
+/* The loop of `PrefixCache.find` over blocks `first` to `stop`, whose hashes are known: the nodes after `parent`. */
+static PyObject *find_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *seq = args[2], *nodes = NULL;
+    uint64_t parent = PyLong_AsUnsignedLongLong(args[1]);
+    Py_ssize_t first = PyLong_AsSsize_t(args[3]), stop = PyLong_AsSsize_t(args[4]), size = PyLong_AsSsize_t(args[5]);
+    Index index;
+    Array tokens = {0}, hashes = {0};
+    if (PyErr_Occurred() || open_index(args[0], &index) < 0)
+        return NULL;
+    if (open_array(SLOT(seq, _tokens), &tokens) == 0 && open_array(SLOT(seq, _hashes), &hashes) == 0)
+        nodes = PyList_New(0);
+    for (Py_ssize_t i = first; nodes != NULL && i < stop && (i + 1) * size <= tokens.n && i < hashes.n; i++) {
+        Record *record = find(&index, parent, (char *)(tokens.ints + i * size), hashes.words[i]);
+        if (record == NULL)
+            break;
+        parent = record->node;
+        PyObject *node = PyLong_FromUnsignedLongLong(parent);
+        if (node == NULL || PyList_Append(nodes, node) < 0)
+            Py_CLEAR(nodes);
+        Py_XDECREF(node);
+    }
+    close_array(&tokens);
+    close_array(&hashes);
+    close_index(&index);
+    return nodes;
+}
