@@ -87,6 +87,9 @@ def check_ownership(kv_indptr: Ints, indices: Ints, blocks: Ints, first_written:
 
     Of the first `hidden` blocks of a row, which its window has left, those that are the null block do not count.
     """
+    several = named_more_than_once(indices)
+    if not several.any():
+        return
     rows = len(blocks)
     row_of = np.repeat(np.arange(rows), blocks)
     at_in_row = np.arange(len(indices)) - np.repeat(kv_indptr[:-1], blocks)
@@ -96,7 +99,8 @@ def check_ownership(kv_indptr: Ints, indices: Ints, blocks: Ints, first_written:
         left = null & (at_in_row < np.repeat(hidden, blocks))
         if (seen := np.intersect1d(row_of[left], row_of[null & ~left])).size:
             raise InvalidBatch("block-repeated", f"row {seen[0]} names block {NULL_BLOCK} more than once, and sees it")
-        indices, row_of, written = indices[~left], row_of[~left], written[~left]
+        several &= ~left
+    indices, row_of, written = indices[several], row_of[several], written[several]
     # One sort brings every block's users together; a written block's neighbour is another user of it.
     users = np.sort((indices * rows + row_of) * 2 + written)
     user, writes = users >> 1, users & 1
@@ -111,6 +115,18 @@ def check_ownership(kv_indptr: Ints, indices: Ints, blocks: Ints, first_written:
             "block-shared",
             f"row {user[writer] % rows} writes block {block_of[writer]}, which row {user[other] % rows} names too",
         )
+
+
+def named_more_than_once(indices: Ints) -> NDArray[np.bool_]:
+    """Which entries name a block that another one names as well. Usually none do, which takes no sorting to see."""
+    entries = np.arange(len(indices), dtype=np.int32)
+    last = np.empty(indices.max(initial=-1) + 1, dtype=np.int32)  # entry of each block; those not named have any
+    last[indices] = entries
+    again: NDArray[np.bool_] = last[indices] != entries
+    if again.any():
+        last[indices[again]] = -1
+        again = last[indices] == -1
+    return again
 
 
 def check_padding(num_padding: int, num_decodes: int, kv_indptr: Ints, indices: Ints, seq: Ints) -> None:

@@ -1,0 +1,55 @@
+"""What a step's metadata costs on the host, once for all layers: building it, validating it, planning with both.
+
+`plan` is the torch backend's, in which `validate` is the first thing.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from kvproof.attention import BatchPlan, CacheSpec
+from kvproof.attention.torch_paged import TorchAttention
+
+BLOCK_SIZE = 16
+STEPS = {  # sequence lengths, query lengths, and blocks that all rows begin with
+    "1 decode of 1000": ([1000], [1], 0),
+    "32 decodes of 2048": ([2048] * 32, [1] * 32, 0),
+    "256 decodes of 1000": ([1000] * 256, [1] * 256, 0),
+    "256 decodes of 4096": ([4096] * 256, [1] * 256, 0),
+    "256 decodes of 4096, half of it common": ([4096] * 256, [1] * 256, 128),
+    "31 decodes of 2048 and a chunk of 512": ([2048] * 32, [1] * 31 + [512], 0),
+}
+
+
+@pytest.mark.parametrize("work", ["build", "validate", "plan"])
+@pytest.mark.parametrize("step", STEPS)
+def test_plan(step: str, work: str, benchmark: BenchmarkFixture) -> None:
+    seq_lens, query_lens, common = STEPS[step]
+    counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
+    blocks = iter(random.Random(1).sample(range(sum(counts)), sum(counts)))
+    tables = [array("i", [next(blocks) for _ in range(count)]) for count in counts]
+    for table in tables:
+        table[:common] = tables[0][:common]
+    spec = CacheSpec(
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=8,
+        dtype="bfloat16",
+        num_blocks=sum(counts),
+        block_size=BLOCK_SIZE,
+    )
+    plan = BatchPlan.build(tables, seq_lens, query_lens, BLOCK_SIZE)
+    backend = TorchAttention(spec)
+    calls: dict[str, Callable[[], object]] = {
+        "build": lambda: BatchPlan.build(tables, seq_lens, query_lens, BLOCK_SIZE),
+        "validate": lambda: plan.validate(spec),
+        "plan": lambda: backend.plan(plan),
+    }
+    benchmark.group = step
+    benchmark(calls[work])
