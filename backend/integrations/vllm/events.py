@@ -111,7 +111,7 @@ class EventTranslator:
     def _identities(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """What the allocator's events call the sequence's first blocks."""
         identities, parent = [], root_identity(seq.namespace, self._block_size)
-        for key in seq.keys(0, num_blocks, self._block_size):
-            parent = block_identity(parent, key)
+        for i in range(num_blocks):
+            parent = block_identity(parent, seq.key(i, self._block_size))
             identities.append(parent)
         return identities

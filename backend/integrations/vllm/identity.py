@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 
 from kvproof.allocator import MediaItem, Namespace
+from kvproof.allocator.hashing import SHARED
 from kvproof.backend.integrations.vllm.seam import Request
 
 
 def namespace_of(request: Request) -> Namespace:
     """The request's salt and its adapter, by name and path: a name that is given to other weights is another one."""
     lora = request.lora_request
+    if lora is None and not request.cache_salt:
+        return SHARED
     adapter = None if lora is None else json.dumps([lora.lora_name, lora.lora_path])
     return Namespace(salt=request.cache_salt or None, adapter=adapter)
 

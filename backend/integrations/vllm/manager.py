@@ -289,14 +289,16 @@ class KVCacheManager:
 
     def _commit(self, held: _Held) -> None:
         """What was waiting for its step to run becomes findable."""
-        computed = self._uncommitted.pop(held, 0)
+        computed = self._uncommitted.pop(held, None)
+        if computed is None:
+            return
         seq = held.seq
         first = seq.num_computed // self._block_size
         if computed > len(seq):
             seq.extend(held.request.all_token_ids[len(seq) : computed])
         if self._events is not None:
             self._events.catch_up()
-        self.blocks.commit(seq, max(0, computed - seq.num_computed))
+        self.blocks.commit(seq, computed - seq.num_computed)
         if self._events is not None:
             self._events.published(held.request, seq, first)
 
@@ -402,9 +404,8 @@ class KVCacheManager:
         """The request as the allocator sees it, with all tokens that are known now."""
         seq = self._waiting.get(request.request_id)
         if seq is None:
-            seq = self.blocks.sequence(
-                request.all_token_ids[:], namespace=namespace_of(request), media=media_of(request)
-            )
+            media = media_of(request) if request.mm_features else ()
+            seq = self.blocks.sequence(request.all_token_ids[:], namespace=namespace_of(request), media=media)
             self._waiting[request.request_id] = seq
         elif len(seq) < request.num_tokens:
             seq.extend(request.all_token_ids[len(seq) :])

@@ -17,8 +17,11 @@ from kvproof.backend.integrations.vllm import seam
 from kvproof.backend.integrations.vllm.errors import UnsupportedFeature
 from kvproof.backend.integrations.vllm.seam import KVCacheManager
 
-READ_UNTIL_REUSED = object()
-"""The content of blocks that nothing finds and somebody reads: it keeps them among the last to be handed out."""
+FINDABLE = 1
+"""The content, for our pool, of every block that vLLM can find by a hash."""
+
+READ_UNTIL_REUSED = 2
+"""That of blocks that nothing finds and somebody reads: it keeps them among the last to be handed out."""
 
 
 class Block(seam.KVCacheBlock):  # type: ignore[misc]  # vLLM has no types here
@@ -51,7 +54,7 @@ class Block(seam.KVCacheBlock):  # type: ignore[misc]  # vLLM has no types here
 
     def set_block_hash(self, *args: Any, **kwargs: Any) -> None:
         super().set_block_hash(*args, **kwargs)
-        self.pool.states.publish(self.block_id, self._block_hash)
+        self.pool.states.publish(self.block_id, FINDABLE)
 
     def reset_hash(self) -> None:
         super().reset_hash()
@@ -81,7 +84,7 @@ class BlockPool(seam.BlockPool):  # type: ignore[misc]
     def __init__(self, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(1, *args, **kwargs)  # its own blocks are not used
         self.num_gpu_blocks = num_gpu_blocks
-        self.states: OurPool[Any] = OurPool(num_gpu_blocks, num_reserved=1)
+        self.states = OurPool(num_gpu_blocks, num_reserved=1)
         self.null_refs = 0  # vLLM counts them, and minds them nowhere
         self.blocks = [Block(block, self) for block in range(num_gpu_blocks)]
         self.null_block = self.blocks[0]
@@ -150,8 +153,8 @@ class BlockPool(seam.BlockPool):  # type: ignore[misc]
             raise InvariantViolation("I2", f"free are {sorted(empty + cached)}, unreferenced {unreferenced}")
         for block in self.blocks[1:]:
             content, key = self.states.content(block.block_id), block.block_hash
-            if content is not READ_UNTIL_REUSED and content != key:
-                raise InvariantViolation("I3", f"block {block.block_id} holds {content}, and is called {key}")
+            if (content == FINDABLE) != (key is not None):
+                raise InvariantViolation("I3", f"block {block.block_id} has content {content}, and the hash {key}")
             if key is not None and not self.cached_block_hash_to_block.contain(key, block.block_id):
                 raise InvariantViolation("I3", f"block {block.block_id} can't be found by its hash")
 
