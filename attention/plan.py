@@ -6,7 +6,7 @@ and out of bounds on a page number that is. So `BatchPlan.validate` enforces the
     dtype, device, contiguous   every array is int32, on the CPU, contiguous and one-dimensional
     lengths         the arrays agree on the number of rows B >= 1 and of tokens T = qo_indptr[-1]
     indptr          qo_indptr and kv_indptr start at 0 and never decrease
-    indices-length  kv_indices holds exactly kv_indptr[-1] blocks
+    indices-length  kv_indices holds exactly kv_indptr[-1] blocks, with fewer than 2^32 slots
     block-range     every block is in [0, num_blocks)
     last-page-len   1 <= kv_last_page_len <= block_size in a row that has blocks
     empty-row       no query tokens, no blocks, kv_last_page_len 0 and seq_len 0 go together
@@ -203,6 +203,8 @@ class BatchPlan:
             )
         if len(indices) != kv_indptr[-1]:
             raise InvalidBatch("indices-length", f"kv_indptr ends at {kv_indptr[-1]}; kv_indices has {len(indices)}")
+        if (slots_named := len(indices) * spec.block_size) >= 2**32:  # kernels number a batch's tokens in 32 bits
+            raise InvalidBatch("indices-length", f"kv_indices names {slots_named} slots; there must be below {2**32}")
         if (bad := (indices < 0) | (indices >= spec.num_blocks)).any():
             row, at = locate(bad, kv_indptr)
             raise InvalidBatch(

@@ -254,6 +254,16 @@ def test_blocks_have_one_owner_while_they_are_written(rows: Any, rule: str, word
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
+def test_a_batch_of_more_slots_than_32_bits_count_is_refused() -> None:
+    """Three sequences that share all but their last block, of a cache with fewer than 2^31 slots."""
+    size = 2**22
+    rows = [([*range(400), 400 + row], 400 * size + 1, 1) for row in range(3)]
+    spec = cache(size, 410)
+    build(rows[:2], size).validate(spec)
+    with pytest.raises(InvalidBatch, match=r"^indices-length: kv_indices names 5045747712 slots; .* below 4294967296$"):
+        build(rows, size).validate(spec)
+
+
 def test_every_array_is_checked() -> None:
     assert {field.name for field in fields(BatchPlan)} - {"num_decodes", "num_padding"} == set(ARRAYS)
 
