@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvproof.allocator.errors import InvalidArgument
 from kvproof.attention.errors import InvalidSpec, NotPlanned, UnsupportedSpec
+from kvproof.attention.large_pages import ask_for_large_pages
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import CacheSpec, DType, Layout
 
@@ -114,7 +115,10 @@ class AttentionBackend(ABC):
         if torch.device(spec.device).type == "cpu" and size > memory:
             raise InvalidSpec(f"{spec.num_blocks} blocks of {spec.block_bytes} bytes need {size}, there are {memory}")
         try:
-            return torch.zeros(spec.cache_shape, dtype=spec.torch_cache_dtype, device=spec.device)
+            cache = torch.empty(spec.cache_shape, dtype=spec.torch_cache_dtype, device=spec.device)
+            if cache.device.type == "cpu":
+                ask_for_large_pages(cache)
+            return cache.zero_()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise InvalidSpec(f"{spec.device} has no room for {size} bytes of KV cache: {reason}") from error

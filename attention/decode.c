@@ -2,9 +2,9 @@
 
    What a row (a sequence with one query token) sees is cut into spans of SPAN tokens, which depend on its length alone,
    and the threads share out the spans: so a row's result has the same bits in any batch and with any number of threads.
-   A span goes through its tokens in tiles of LANES with a running maximum (online softmax), in float32; whoever finishes
-   a row's last span merges them. Query heads that share a key head share each read of it. Only tokens that the row sees
-   are read.
+   A span goes through its keys, turns the scores into weights, and goes through its values, all in float32; whoever
+   finishes a row's last span merges them. Query heads that share a key head share each read of it. Only tokens that the
+   row sees are read.
 
    A layer of the cache is [blocks][2][slots][kv heads][head size], or [blocks][2][kv heads][slots][head size] (HND). */
 
@@ -43,6 +43,8 @@ enum {
     SPAN = 512,       /* tokens */
     GROUP = 4,        /* query heads of one key head that are computed together; the registers hold no more */
     PAIR = 2 * LANES, /* elements that are loaded together */
+    SETS = 8,         /* of up to GROUP query heads, whose scores are kept at once */
+    AHEAD = 24,       /* tokens between asking for memory and reading it: the best of 8, 16, 24, 32 and 40 */
 };
 #define LOWEST (-0x1.fffffep127f)
 
@@ -149,9 +151,9 @@ INLINE void store_at(const int dtype, char *to, int d, int size, const vec pair[
     }
 }
 
-/* Into the second-level cache: the first one's few line buffers are left to the loads. */
+/* Elements d to d + PAIR from here are about to be loaded. */
 INLINE void prefetch(const int dtype, const char *from, int d) {
-    for (size_t byte = 0; byte < PAIR * width(dtype); byte += 64) __builtin_prefetch(from + d * width(dtype) + byte, 0, 2);
+    for (size_t byte = 0; byte < PAIR * width(dtype); byte += 64) __builtin_prefetch(from + d * width(dtype) + byte, 0, 3);
 }
 
 /* The largest of x, in every lane. */
@@ -205,15 +207,15 @@ INLINE vec hyperbolic_tangent(vec x) {
 
 /* ---- attention ---- */
 
-/* The next n tokens for `group` query heads of one key head. `keys` are theirs; each value is `values` bytes further.
-   Meanwhile memory is asked for the keys and values `ahead`: processors don't foresee the steps between tokens. */
-INLINE void tile(const int dtype, const int size, const int group, const Shape *s, void *heads, const char *const *keys,
-                 const char *const *ahead, size_t values, int n) {
+/* The scores of LANES tokens for `group` query heads of one key head, whose `keys` are here; head g's go to
+   scores + g * SPAN. Meanwhile memory is asked for the keys `ahead`: processors don't foresee the steps between tokens. */
+INLINE void score(const int dtype, const int size, const int group, const Shape *s, const void *heads,
+                  const char *const *keys, const char *const *ahead, float *scores) {
     const int pairs = (size + PAIR - 1) / PAIR;
-    Head *head[GROUP];
+    const Head *head[GROUP];
     for (int g = 0; g < group; g++) head[g] = head_at(s, heads, g);
 
-    vec partial[GROUP][LANES], weights[GROUP], decay[GROUP], x[2];
+    vec partial[GROUP][LANES], x[2];
     for (int t = 0; t < LANES; t++) {
         vec sum[GROUP] = {0};
         for (int p = 0; p < pairs; p++) {
@@ -225,76 +227,131 @@ INLINE void tile(const int dtype, const int size, const int group, const Shape *
         for (int g = 0; g < group; g++) partial[g][t] = sum[g];
     }
     for (int g = 0; g < group; g++) {
-        vec scores = sums(partial[g]), before = head[g]->max;
-        if (s->soft_cap) scores = s->soft_cap * hyperbolic_tangent(scores / s->soft_cap);
-        for (int t = n; t < LANES; t++) scores[t] = -INFINITY;
-        vec top = largest(scores);
-        head[g]->max = top = choose(top > before, top, before);
-        decay[g] = exponential(before - top);
-        weights[g] = exponential(scores - top);
-        head[g]->weight = head[g]->weight * decay[g] + weights[g];
+        vec total = sums(partial[g]);
+        memcpy(scores + g * SPAN, &total, sizeof total);
     }
+}
+
+/* Turns a head's `count` scores into weights, e^(score - max). */
+INLINE void weigh(const Shape *s, Head *head, float *scores, int count) {
+    vec x, max = fill(LOWEST), weight = fill(0);
+    for (int t = 0; s->soft_cap && t < count; t += LANES) {
+        memcpy(&x, scores + t, sizeof x);
+        x = s->soft_cap * hyperbolic_tangent(x / s->soft_cap);
+        memcpy(scores + t, &x, sizeof x);
+    }
+    for (int t = count; t % LANES; t++) scores[t] = -INFINITY;
+    for (int t = 0; t < count; t += LANES) {
+        memcpy(&x, scores + t, sizeof x);
+        max = choose(x > max, x, max);
+    }
+    max = largest(max);
+    for (int t = 0; t < count; t += LANES) {
+        memcpy(&x, scores + t, sizeof x);
+        x = exponential(x - max);
+        weight += x;
+        memcpy(scores + t, &x, sizeof x);
+    }
+    head->max = max;
+    head->weight = weight;
+}
+
+/* Adds n tokens' values, each times its weight, for `group` query heads. */
+INLINE void add_values(const int dtype, const int size, const int group, const Shape *s, void *heads,
+                       const char *const *values, const char *const *ahead, const float *weights, int n) {
+    const int pairs = (size + PAIR - 1) / PAIR;
+    Head *head[GROUP];
+    for (int g = 0; g < group; g++) head[g] = head_at(s, heads, g);
     for (int p = 0; p < pairs; p++) {
-        vec sum[GROUP][2];
+        vec sum[GROUP][2], x[2];
         for (int g = 0; g < group; g++)
-            for (int i = 0; i < 2; i++) sum[g][i] = head[g]->data[2 * (pairs + p) + i] * decay[g];
+            for (int i = 0; i < 2; i++) sum[g][i] = head[g]->data[2 * (pairs + p) + i];
         for (int t = 0; t < n; t++) {
-            load_at(dtype, keys[t] + values, p * PAIR, size, x);
-            prefetch(dtype, ahead[t] + values, p * PAIR);
+            load_at(dtype, values[t], p * PAIR, size, x);
+            prefetch(dtype, ahead[t], p * PAIR);
             for (int g = 0; g < group; g++)
-                for (int i = 0; i < 2; i++) sum[g][i] += x[i] * ((float *)&weights[g])[t];
+                for (int i = 0; i < 2; i++) sum[g][i] += x[i] * weights[g * SPAN + t];
         }
         for (int g = 0; g < group; g++)
             for (int i = 0; i < 2; i++) head[g]->data[2 * (pairs + p) + i] = sum[g][i];
     }
 }
 
-/* Have the compiler make a tile for each group size, and for the usual head sizes. */
-INLINE void tile_of(const int dtype, const int size, int group, const Shape *s, void *heads, const char *const *keys,
-                    const char *const *ahead, size_t values, int n) {
-    if (group == 1) tile(dtype, size, 1, s, heads, keys, ahead, values, n);
-    if (group == 2) tile(dtype, size, 2, s, heads, keys, ahead, values, n);
-    if (group == 3) tile(dtype, size, 3, s, heads, keys, ahead, values, n);
-    if (group == 4) tile(dtype, size, 4, s, heads, keys, ahead, values, n);
+/* Have the compiler make both for each group size, and for the usual head sizes. */
+#define FOR_EACH_GROUP(function, size, group, ...) \
+    if (group == 1) function(dtype, size, 1, __VA_ARGS__); \
+    if (group == 2) function(dtype, size, 2, __VA_ARGS__); \
+    if (group == 3) function(dtype, size, 3, __VA_ARGS__); \
+    if (group == 4) function(dtype, size, 4, __VA_ARGS__);
+#define FOR_EACH_SIZE(function, size, group, ...) \
+    if (size == 64) { FOR_EACH_GROUP(function, 64, group, __VA_ARGS__) } \
+    else if (size == 128) { FOR_EACH_GROUP(function, 128, group, __VA_ARGS__) } \
+    else { FOR_EACH_GROUP(function, size, group, __VA_ARGS__) }
+
+/* Query heads of one key head that are computed together: the i-th such set of a model's. */
+typedef struct {
+    int kv_head, first, count;
+} Set;
+
+INLINE Set set_at(const Shape *s, int i) {
+    const int group = s->num_heads / s->num_kv_heads, sets = (group + GROUP - 1) / GROUP, at = i % sets * GROUP;
+    return (Set){i / sets, i / sets * group + at, group - at < GROUP ? group - at : GROUP};
 }
 
 /* Tokens `first` to first + count <= SPAN of a row. */
 INLINE void span(const int dtype, const Shape *s, void *heads, const char *cache, const char *q, const int32_t *blocks,
                  int first, int count) {
     const int size = s->head_size, group = s->num_heads / s->num_kv_heads;
+    const int num_sets = s->num_kv_heads * ((group + GROUP - 1) / GROUP);
     const size_t vector = size * width(dtype), values = vector * s->num_kv_heads * s->block_size;
     const size_t token = s->hnd ? vector : vector * s->num_kv_heads, kv_head = s->hnd ? vector * s->block_size : vector;
 
     for (int h = 0; h < s->num_heads; h++) {
         Head *head = head_at(s, heads, h);
         memset(head, 0, head_bytes(s));
-        head->max = fill(LOWEST);
         for (int d = 0; d < size; d += PAIR) {
             vec *x = head->data + d / LANES;
             load_at(dtype, q + h * vector, d, size, x);
             x[0] *= s->scale, x[1] *= s->scale;
         }
     }
-    const char *tokens[SPAN + 2 * LANES], *keys[LANES], *ahead[LANES];
+    const char *tokens[SPAN + AHEAD + LANES], *here[LANES], *ahead[LANES];
     int block = first / s->block_size, slot = first % s->block_size;
     for (int t = 0; t < count; t++) {
         tokens[t] = cache + (size_t)blocks[block] * 2 * values + slot * token;
         if (++slot == s->block_size) slot = 0, block++;
     }
-    for (int t = count; t < count + 2 * LANES; t++) tokens[t] = tokens[count - 1];
-    for (int t = 0; t < count; t += LANES) {
-        const int n = count - t < LANES ? count - t : LANES;
-        for (int h = 0; h < s->num_kv_heads; h++) {
-            for (int i = 0; i < LANES; i++) {
-                keys[i] = tokens[t + i] + h * kv_head;
-                ahead[i] = tokens[t + LANES + i] + h * kv_head;
+    /* Behind the last key come the first values: to be asked for, and to fill the last tile of keys up. */
+    for (int t = 0; t < AHEAD + LANES; t++) tokens[count + t] = tokens[t % count] + values;
+
+    float scores[SETS][GROUP][SPAN] __attribute__((aligned(64)));
+    for (int start = 0; start < num_sets; start += SETS) {
+        const int end = num_sets - start < SETS ? num_sets : start + SETS;
+        for (int t = 0; t < count; t += LANES) {
+            for (int i = start; i < end; i++) {
+                const Set set = set_at(s, i);
+                void *mine = head_at(s, heads, set.first);
+                for (int l = 0; l < LANES; l++) {
+                    here[l] = tokens[t + l] + set.kv_head * kv_head;
+                    ahead[l] = tokens[t + l + AHEAD] + set.kv_head * kv_head;
+                }
+                FOR_EACH_SIZE(score, size, set.count, s, mine, here, ahead, &scores[i - start][0][t])
             }
-            for (int g = 0; g < group; g += GROUP) {
-                Head *mine = head_at(s, heads, h * group + g);
-                const int together = group - g < GROUP ? group - g : GROUP;
-                if (size == 64) tile_of(dtype, 64, together, s, mine, keys, ahead, values, n);
-                else if (size == 128) tile_of(dtype, 128, together, s, mine, keys, ahead, values, n);
-                else tile_of(dtype, size, together, s, mine, keys, ahead, values, n);
+        }
+        for (int i = start; i < end; i++) {
+            const Set set = set_at(s, i);
+            for (int g = 0; g < set.count; g++) weigh(s, head_at(s, heads, set.first + g), scores[i - start][g], count);
+        }
+        for (int t = 0; t < count; t += LANES) {
+            const int n = count - t < LANES ? count - t : LANES;
+            for (int i = start; i < end; i++) {
+                const Set set = set_at(s, i);
+                void *mine = head_at(s, heads, set.first);
+                for (int l = 0; l < LANES; l++) {
+                    here[l] = tokens[t + l] + set.kv_head * kv_head + values;
+                    ahead[l] = tokens[t + l + AHEAD] + set.kv_head * kv_head + values;
+                }
+                FOR_EACH_SIZE(add_values, size, set.count, s, mine, here, ahead, &scores[i - start][0][t], n)
             }
         }
     }
@@ -328,21 +385,19 @@ INLINE void merge(const int dtype, const Shape *s, const char *spans, int count,
     }
 }
 
-INLINE void decode(const int dtype, const Shape *s, const Plan *plan, int threads, const char *cache, const char *q,
+/* Span i of the plan, and the row's result if no other span of it is pending. */
+INLINE void attend(const int dtype, const Shape *s, const Plan *plan, int i, const char *cache, const char *q,
                    size_t q_stride, char *out, float *lse) {
     const size_t bytes = s->num_heads * head_bytes(s), out_stride = (size_t)s->num_heads * s->head_size * width(dtype);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int i = 0; i < plan->num_spans; i++) {
-        const int row = plan->span_rows[i], row_start = plan->span_indptr[row];
-        const int spans = plan->span_indptr[row + 1] - row_start, first = plan->starts[row] + (i - row_start) * SPAN;
-        const int left = plan->seq_lens[row] - first, count = left < SPAN ? left : SPAN;
-        const int32_t *blocks = plan->kv_indices + plan->kv_indptr[row];
-        span(dtype, s, plan->work + i * bytes, cache, q + row * q_stride, blocks, first, count);
-        if (__atomic_sub_fetch(&plan->pending[row], 1, __ATOMIC_ACQ_REL) == 0) {
-            plan->pending[row] = spans;
-            merge(dtype, s, plan->work + row_start * bytes, spans, out + row * out_stride,
-                  lse ? lse + (size_t)row * s->num_heads : NULL);
-        }
+    const int row = plan->span_rows[i], row_start = plan->span_indptr[row];
+    const int spans = plan->span_indptr[row + 1] - row_start, first = plan->starts[row] + (i - row_start) * SPAN;
+    const int left = plan->seq_lens[row] - first, count = left < SPAN ? left : SPAN;
+    const int32_t *blocks = plan->kv_indices + plan->kv_indptr[row];
+    span(dtype, s, plan->work + i * bytes, cache, q + row * q_stride, blocks, first, count);
+    if (__atomic_sub_fetch(&plan->pending[row], 1, __ATOMIC_ACQ_REL) == 0) {
+        plan->pending[row] = spans;
+        merge(dtype, s, plan->work + row_start * bytes, spans, out + row * out_stride,
+              lse ? lse + (size_t)row * s->num_heads : NULL);
     }
 }
 
@@ -355,9 +410,13 @@ size_t kvproof_span_bytes(const Shape *s) { return s->num_heads * head_bytes(s);
    [rows, heads], natural logarithms, unless it is NULL. */
 void kvproof_decode(const Shape *s, const Plan *plan, int threads, const char *cache, const char *q, size_t q_stride,
                     char *out, float *lse) {
-    if (s->dtype == FLOAT32) decode(FLOAT32, s, plan, threads, cache, q, q_stride, out, lse);
-    if (s->dtype == BFLOAT16) decode(BFLOAT16, s, plan, threads, cache, q, q_stride, out, lse);
-    if (s->dtype == FLOAT16) decode(FLOAT16, s, plan, threads, cache, q, q_stride, out, lse);
+    /* The types are told apart inside the loop: its body is a function to the compiler, which must know the type. */
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int i = 0; i < plan->num_spans; i++) {
+        if (s->dtype == FLOAT32) attend(FLOAT32, s, plan, i, cache, q, q_stride, out, lse);
+        if (s->dtype == BFLOAT16) attend(BFLOAT16, s, plan, i, cache, q, q_stride, out, lse);
+        if (s->dtype == FLOAT16) attend(FLOAT16, s, plan, i, cache, q, q_stride, out, lse);
+    }
 }
 
 /* Copies token t's key and value, k_stride and v_stride bytes after those before, to slot_mapping[t]. */
