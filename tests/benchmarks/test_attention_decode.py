@@ -3,8 +3,8 @@
 A round goes through all layers, as a model does, so that each layer's cache is as cold as it is in real use. The peers:
 what we do without the compiled kernel (gather); attention on contiguous memory, with the same sequences padded to the
 longest, nothing to gather and nothing to write; a bare sum over as many bytes in the same kind of memory, which no
-attention can beat; and vLLM's kernel, where KVPROOF_VLLM_PYTHON names an interpreter that has it. Each has memory of its
-own: what another has just read would still be in the processor's shared cache.
+attention can beat; and vLLM's kernel, where KVPROOF_VLLM_PYTHON names an interpreter that has it. Each has memory of
+its own: what another has just read would still be in the processor's shared cache.
 """
 
 from __future__ import annotations
