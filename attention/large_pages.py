@@ -1,4 +1,4 @@
-"""Large pages for memory that is read all over: a page that the processor has to look up costs as much as what is read."""
+"""Large pages for memory that is read all over: looking up where a small page lies costs as much as reading from it."""
 
 from __future__ import annotations
 
