@@ -4,7 +4,8 @@ All get the same requests and run the same schedules. Each has a worker that fol
 runner does, and notices any slot that is read and does not hold what its reader computed (`vllm_engine`). Runs where
 vLLM is installed:
 
-    python -m kvproof.fuzz.machines.vllm [--examples N] [--faults]
+    python -m kvproof.fuzz.machines.vllm [--examples N]             the machines and the cases of vllm_scenarios
+    python -m kvproof.fuzz.machines.vllm [--examples N] --faults    what notices each planted fault
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, event, settings
@@ -26,6 +28,7 @@ from kvproof.backend.integrations.vllm.blocks import EngineBlocks
 from kvproof.backend.integrations.vllm.manager import KVCacheManager
 from kvproof.backend.integrations.vllm.pool import BlockPool
 from kvproof.fuzz.machines.vllm_engine import VOCABULARY, Ask, Engine, Shape
+from kvproof.fuzz.machines.vllm_scenarios import SCENARIOS
 from kvproof.fuzz.planted import Fault
 
 WHICH = st.integers(0, 31)
@@ -192,14 +195,19 @@ class VllmManagerMachine(Side):
     twins = False
 
     def started(self) -> None:
-        prefixes = self.engines[1].scheduler.kv_cache_manager.blocks._prefixes
-        publish = prefixes.publish_duplicate
+        blocks = self.engines[1].scheduler.kv_cache_manager.blocks
+        publish = blocks._prefixes.publish_duplicate
 
         def publish_duplicate(block: int, node: int) -> None:
             self.twins = True
             publish(block, node)
 
-        prefixes.publish_duplicate = publish_duplicate
+        blocks._prefixes.publish_duplicate = publish_duplicate
+
+    def step(self) -> None:
+        index = self.engines[1].scheduler.kv_cache_manager.blocks.index
+        self.twins = any(len(node.blocks) > 1 for node in index.nodes())
+        super().step()
 
     def differ(self, stock: dict[str, Any], ours: dict[str, Any]) -> None:
         ahead = len(ours["scheduled"]) > len(stock["scheduled"]) or ours["usage"] < stock["usage"]
@@ -406,17 +414,21 @@ FAULTS = (
 """What can be broken in the integration, each to be noticed by one of the machines."""
 
 
+def finders(examples: int) -> dict[str, Callable[[], None]]:
+    """The scenarios, which are quick, and the machines; what fails, raises."""
+    machines = {name: partial(_run, machine, examples) for name, machine in MACHINES.items()}
+    return {scenario.__name__: scenario for scenario in SCENARIOS} | machines
+
+
 def hunt(examples: int) -> Iterator[tuple[str, str | None]]:
     """Each fault, and what noticed it."""
     for fault in FAULTS:
-        noticed = None
         with fault.planted():
-            for name, machine in MACHINES.items():
-                noticed = noticed or _failure(machine, examples, name)
-        yield fault.name, noticed
+            told = ((name, _told(run)) for name, run in finders(examples).items())
+            yield fault.name, next((f"{name}: {failure}" for name, failure in told if failure), None)
 
 
-def _failure(machine: type[Side], examples: int, name: str) -> str | None:
+def _run(machine: type[Side], examples: int) -> None:
     quiet = settings(
         max_examples=examples,
         stateful_step_count=30,
@@ -427,24 +439,27 @@ def _failure(machine: type[Side], examples: int, name: str) -> str | None:
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
+    run_state_machine_as_test(machine, settings=quiet)
+
+
+def _told(run: Callable[[], None]) -> str | None:
     try:
-        run_state_machine_as_test(machine, settings=quiet)
+        run()
     except Exception as error:  # whatever it is, it was noticed
-        return f"{name}: {type(error).__name__}: {error}"[:900]
+        return f"{type(error).__name__}: {error}"[:900]
     return None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run vLLM's schedulers on our manager and pool beside vLLM's own.")
-    parser.add_argument("--examples", type=int, default=100)
+    parser.add_argument("--examples", type=int, default=100, help="for each machine (default 100)")
     parser.add_argument("--faults", action="store_true", help="plant each fault; all must be noticed")
     args = parser.parse_args()
-    if args.faults:
-        found = dict(hunt(args.examples))
-    else:
-        found = {name: _failure(machine, args.examples, name) for name, machine in MACHINES.items()}
+    found = (
+        dict(hunt(args.examples)) if args.faults else {name: _told(run) for name, run in finders(args.examples).items()}
+    )
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    return 1 if any((found[name] is None) == args.faults for name in found) else 0
+    return 1 if any((told is None) == args.faults for told in found.values()) else 0
 
 
 if __name__ == "__main__":

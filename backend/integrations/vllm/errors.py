@@ -13,4 +13,4 @@ class UnsupportedFeature(KvproofError, ValueError):
     """The engine is configured with a feature of vLLM that ours does not have; the message names it."""
 
     def __init__(self, feature: str, instead: str) -> None:
-        super().__init__(f"kvproof's block manager does not support {feature}: {instead}")
+        super().__init__(f"kvproof does not support {feature}: {instead}")

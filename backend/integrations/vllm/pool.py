@@ -15,7 +15,7 @@ from kvproof.allocator import BlockPool as OurPool
 from kvproof.allocator import IllegalTransition, InvariantViolation
 from kvproof.backend.integrations.vllm import seam
 from kvproof.backend.integrations.vllm.errors import UnsupportedFeature
-from kvproof.backend.integrations.vllm.seam import KVCacheManager
+from kvproof.backend.integrations.vllm.seam import Scheduler
 
 FINDABLE = 1
 """The content, for our pool, of every block that vLLM can find by a hash."""
@@ -122,12 +122,11 @@ class BlockPool(seam.BlockPool):  # type: ignore[misc]
         # What is handed out first comes last onto the stack of blocks without content.
         self.states.release_all(block.block_id for block in reversed(own) if self._is_empty(block))
         self.states.release_all(block.block_id for block in own if not block.is_null and not self._is_empty(block))
-        for block in own:
-            if block.is_null:
-                block.ref_cnt -= 1
         others: dict[Any, list[Any]] = {}
         for block in given:
-            if block.pool is not self:
+            if block.is_null or block.pool is None:  # nobody's
+                block.ref_cnt -= 1
+            elif block.pool is not self:
                 others.setdefault(block.pool, []).append(block)
         for pool, blocks in others.items():
             pool.free_blocks(blocks)
@@ -169,9 +168,12 @@ class BlockPool(seam.BlockPool):  # type: ignore[misc]
                 )
 
 
-def use_pool(manager: KVCacheManager) -> BlockPool:
-    """Put our pool below a new `KVCacheManager` of vLLM's. Raises `UnsupportedFeature` where it can't take over."""
-    old, coordinator = manager.block_pool, manager.coordinator
+def use_pool(scheduler: Scheduler) -> BlockPool:
+    """Put our pool below a new scheduler's KV-cache manager. Raises `UnsupportedFeature` where that is too late."""
+    manager, coordinator = scheduler.kv_cache_manager, scheduler.kv_cache_manager.coordinator
+    old = manager.block_pool
+    if scheduler.connector is not None:
+        raise UnsupportedFeature("KV connectors, which keep the pool they were given", "use vLLM's scheduler")
     if any(group.block_pool is not old for group in coordinator.single_type_managers):
         raise UnsupportedFeature("a group with a pool of its own (HiSparse)", "use vLLM's scheduler")
     if old.get_num_free_blocks() != old.num_gpu_blocks - 1:

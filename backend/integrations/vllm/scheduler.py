@@ -34,7 +34,7 @@ class PoolScheduler(seam.Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        use_pool(self.kv_cache_manager)
+        use_pool(self)
 
 
 class AsyncPoolScheduler(PoolScheduler, seam.AsyncScheduler):  # type: ignore[misc]
