@@ -8,6 +8,7 @@ depends on the machine, and each of them is still the same.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import xxhash
 
 from kvproof.allocator import KvproofError
 from kvproof.fuzz.measure import combined
+from kvproof.fuzz.targets import MACHINES
 
 ROUND = 100
 """Examples in a round."""
@@ -33,9 +35,13 @@ MEASURED = 3
 """Coverage is measured in the first three rounds of a machine and in every third one after. Measuring takes more than
 half of such a round's time."""
 
+ENDLESS = 10**12
+"""Examples in a round that ends by time alone."""
+
 SECONDS_PER_ROUND = 2.0
 """How long a round takes at most when time is limited, as far as the ones before it tell."""
 
+Engine = Literal["hypothesis", "atheris"]
 Job = tuple[Literal["explore", "round", "check"], dict[str, Any]]
 
 
@@ -47,6 +53,7 @@ class WorkerCrashed(KvproofError):
 class Plan:
     """What to run: `examples` for each machine, or everything for `seconds`, half of it at most for the explorer.
 
+    engine    what draws random examples: "hypothesis", or "atheris", guided by the coverage of the code under test
     packages  whose coverage is measured; none when the package coverage is missing
     target    foreign code for the machine, "module:Class", and `known`, the checks that it is known to fail
     fault     planted in our own code
@@ -57,6 +64,7 @@ class Plan:
     examples: int | None = None
     seconds: float | None = None
     seed: int = 0
+    engine: Engine = "hypothesis"
     jobs: int = 1
     steps: int = 30
     corpus: str | None = None
@@ -64,6 +72,15 @@ class Plan:
     target: str | None = None
     known: tuple[str, ...] = ()
     fault: str | None = None
+
+    @property
+    def guides(self) -> tuple[str, ...]:
+        """The packages whose coverage guides the examples."""
+        if self.engine == "hypothesis":
+            return ()
+        if self.target is not None:
+            return (self.target.partition(":")[0].partition(".")[0],)
+        return tuple(sorted({MACHINES[machine].package for machine in self.machines} or {"kvproof.allocator"}))
 
 
 @dataclass(slots=True)
@@ -119,6 +136,7 @@ class Campaign:
         self._on_progress = on_progress
         self._lock = Lock()
         self._answers: dict[tuple[str, int], dict[str, Any]] = {}
+        self._corpus = plan.corpus
         self._failed: dict[str, int] = {}  # the first round of a machine that failed
         self._jobs = self._plan_jobs()
         self._started = monotonic()
@@ -126,6 +144,8 @@ class Campaign:
     def run(self) -> Result:
         """Raises `WorkerCrashed`."""
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(self.plan.jobs) as threads:
+            if self.plan.engine == "atheris" and self._corpus is None:
+                self._corpus = folder  # it works by keeping examples, if only for now
             workers = [threads.submit(self._work, Path(folder, f"coverage.{i}")) for i in range(self.plan.jobs)]
             for worker in workers:
                 worker.result()
@@ -148,7 +168,20 @@ class Campaign:
         if plan.corpus is not None:
             for machine in plan.machines:
                 yield (machine, -1), self._round(machine, -1, ROUND)
-        yield from self._counted_rounds() if plan.seconds is None else self._timed_rounds(plan.seconds)
+        if plan.engine == "atheris":
+            yield from self._guided_rounds()
+        else:
+            yield from self._counted_rounds() if plan.seconds is None else self._timed_rounds(plan.seconds)
+
+    def _guided_rounds(self) -> Iterator[tuple[tuple[str, int], Job]]:
+        """One for each machine: it begins with all that is in the corpus, so that short ones would do nothing else."""
+        for done, machine in enumerate(self.plan.machines):
+            if self.plan.seconds is None:
+                yield (machine, 0), self._round(machine, 0, self.plan.examples or 0)
+            else:
+                left = math.ceil((len(self.plan.machines) - done) / self.plan.jobs)
+                seconds = max(1.0, (self.plan.seconds - self._elapsed) / left)
+                yield (machine, 0), self._round(machine, 0, ENDLESS, seconds)
 
     def _counted_rounds(self) -> Iterator[tuple[tuple[str, int], Job]]:
         for machine in self.plan.machines:
@@ -171,15 +204,17 @@ class Campaign:
             yield (machine, issued[machine]), self._round(machine, issued[machine], n)
             issued[machine] += 1
 
-    def _round(self, machine: str, number: int, examples: int) -> Job:
+    def _round(self, machine: str, number: int, examples: int, seconds: float | None = None) -> Job:
         plan = self.plan
         return "round", {
             "machine": machine,
+            "engine": plan.engine,
             "seed": seed_of(plan, machine, number),
             "examples": examples,
+            "seconds": seconds,
             "steps": plan.steps,
             "replay": number < 0,
-            "corpus": plan.corpus,
+            "corpus": self._corpus,
             "target": plan.target,
             "known": plan.known,
             "fault": plan.fault,
@@ -290,7 +325,8 @@ class Worker:
             # The order of a set of strings must not change from run to run.
             env={**os.environ, "PYTHONHASHSEED": str(plan.seed % 2**32), "OMP_NUM_THREADS": "1"},
         )
-        self._send({"packages": plan.packages, "machines": plan.machines, "data": str(data)})
+        setup = {"packages": plan.packages, "machines": plan.machines, "data": str(data), "guides": plan.guides}
+        self._send(setup)
 
     def __enter__(self) -> Worker:
         return self

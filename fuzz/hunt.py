@@ -6,14 +6,15 @@ tuned for. Nothing is shrunk: the question is whether, not how.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from kvproof.fuzz.campaign import Job, Plan, Worker, seed_of
+from kvproof.fuzz.campaign import Engine, Job, Plan, Worker, seed_of
 from kvproof.fuzz.catalogue import CONFORMANCE, fault_named
 
 if TYPE_CHECKING:
@@ -59,46 +60,60 @@ class Find:
         return {**asdict(self), "found": self.found}
 
 
-def hunt(faults: Iterable[str], *, seed: int, examples: int, jobs: int = 1) -> Iterator[Find]:
-    """One find for each fault, in their order; `examples` is the most a machine gets. Raises `WorkerCrashed`."""
-    workers: SimpleQueue[Worker] = SimpleQueue()
-    plan = Plan(machines=(), seed=seed)
-    for _ in range(jobs):
-        workers.put(Worker(plan, Path()))
+Ask = Callable[[Job], dict[str, Any]]
 
-    def find(fault: str) -> Find:
-        worker = workers.get()
+
+@contextmanager
+def workers(plan: Plan) -> Iterator[Ask]:
+    """A function that has a job done by the next of the plan's processes that is free. Raises `WorkerCrashed`."""
+    free: SimpleQueue[Worker] = SimpleQueue()
+    for _ in range(plan.jobs):
+        free.put(Worker(plan, Path()))
+
+    def ask(job: Job) -> dict[str, Any]:
+        worker = free.get()
         try:
-            return _find(worker, plan, fault, examples)
+            return worker.ask(job)
         finally:
-            workers.put(worker)
+            free.put(worker)
 
     try:
-        with ThreadPoolExecutor(jobs) as threads:
-            yield from threads.map(find, faults)
+        yield ask
     finally:
-        while not workers.empty():
-            workers.get().close()
+        while not free.empty():
+            free.get().close()
 
 
-def _find(worker: Worker, plan: Plan, name: str, examples: int) -> Find:
+def hunt(
+    faults: Iterable[str], *, seed: int, examples: int, jobs: int = 1, engine: Engine = "hypothesis"
+) -> Iterator[Find]:
+    """One find for each fault, in their order; `examples` is the most a machine gets. Raises `WorkerCrashed`."""
+    plan = Plan(machines=(), seed=seed, examples=examples, jobs=jobs, engine=engine)
+    with workers(plan) as ask, ThreadPoolExecutor(jobs) as threads:
+        yield from threads.map(lambda fault: _find(ask, fault, plan), faults)
+
+
+def _find(ask: Ask, name: str, plan: Plan) -> Find:
     planted = fault_named(name)
     scope, by_explorer, by_finder = None, None, None
     if planted.hunt is not None:
         scope = planted.hunt.scope
-        answer = worker.ask(("explore", {"scope": scope, "hash": planted.hunt.hash, "fault": name}))
+        answer = ask(("explore", {"scope": scope, "hash": planted.hunt.hash, "fault": name}))
         by_explorer = Sighting(answer["transitions"], round(answer["seconds"], 2), answer["violation"])
     if planted.finder is not None:
-        answer = worker.ask(_job(planted.finder, name, examples, seed_of(plan, planted.finder, 0)))
-        by_finder = Sighting(answer["examples"], round(answer["seconds"], 2), answer["error"])
+        by_finder = sight(ask, name, planted.finder, plan)
     return Find(name, planted.fault.why, planted.finder, by_finder, scope, by_explorer)
 
 
-def _job(finder: str, fault: str, examples: int, seed: int) -> Job:
-    common = {"fault": fault, "examples": examples, "seed": seed}
+def sight(ask: Ask, fault: str, finder: str, plan: Plan) -> Sighting:
+    """Look for a fault at random, by the plan's engine and from its seed."""
+    common = {"fault": fault, "examples": plan.examples, "seed": seed_of(plan, finder, 0)}
     if finder == CONFORMANCE:
-        return "check", common
-    return "round", {**common, "machine": finder, "steps": STEPS, "shrink": False}
+        answer = ask(("check", common))
+    else:
+        settings = {"machine": finder, "engine": plan.engine, "steps": STEPS, "shrink": False}
+        answer = ask(("round", {**common, **settings}))
+    return Sighting(answer["examples"], round(answer["seconds"], 2), answer["error"])
 
 
 def table_of(finds: Iterable[Find]) -> Table:

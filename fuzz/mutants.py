@@ -1,51 +1,173 @@
 """Mutation testing of allocator/: `python -m kvproof.fuzz.mutants [MODULE ...]`.
 
-Each mutant runs in a process forked from one that has imported the test tools and nothing of the allocator. There the
-mutated module takes the place of the real one, in memory, and has to get past the unit tests and the explorer. A mutant
-that does has to be listed in `EQUIVALENT` with the reason why nobody could tell it from the original.
+Each mutant runs in a fork of its own, and has to get past the unit tests, a machine, the explorer, and the machine and
+some more tests with the compiled loops. One that does has to be listed in `EQUIVALENT` with the reason why nobody could
+tell it from the original; those that are listed are not tried.
 
-Not mutmut, which runs a copy of the sources and neither follows a package that is mapped to another folder, as ours
-are, nor leaves functions whose source the planted faults could still be applied to.
+Nearly all mutants are changes in functions. They run in forks of one process that has imported everything and collected
+the tests, where every function of the module gets the code of its namesake in the mutant. The few others, changes of
+constants and classes, run in forks of a process that has not imported the allocator, and does it from the mutant.
+
+Not mutmut: it runs a copy of the sources and does not follow a package that is mapped to another folder, as ours are.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
-import re
 import resource
+import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
+from itertools import pairwise
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from kvproof.fuzz.equivalent_mutants import EQUIVALENT
 from kvproof.fuzz.mutate import Mutant, mutants
 
-NOT_MUTATED = ("__init__", "replay", "traces")
-SCOPES = ("orphans", "pins")
-CPU_SECONDS = 40
-MEMORY = 4 << 30
-"""Limits of the process that tries a mutant: one that loops for ever, or takes all there is, counts as killed."""
+if TYPE_CHECKING:
+    import pytest
 
-FOREIGN = re.compile(r"kvproof\.(attention|backend|cli|fuzz)|import torch|transformers")
+NOT_MUTATED = ("__init__", "replay", "traces")
+TESTS = (
+    "audit", "batch", "compat", "events", "exception_safety", "field_failures", "hashing", "index", "loops", "manager",
+    "policy", "pool", "sequence", "shared_blocks", "snapshot", "stats", "threads",
+)  # fmt: skip
+OF_COMPILED_LOOPS = "test_loops.py"
+MACHINE = {"pool": "pool", "policy": "pool", "index": "index", "compat": "compat"}
+"""The machine for a module's mutants, where it is not the manager's."""
+
+EXAMPLES = 100
+SCOPES = ("orphans", "pins")
+STAGES = ("unit tests", "machine", "explorer", "compiled loops")
+TEST_SECONDS, STAGE_SECONDS = 5, 30
+MEMORY = 4 << 30
+"""Limits of a single test, of a whole stage and of the process: a mutant that takes more counts as killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`killed_by` names the stage, or "limits"; None for a survivor."""
+    """`killed_by` is one of `STAGES`, or "limits"; None for a survivor."""
 
     mutant: Mutant
     killed_by: str | None
 
 
+class Judge:
+    """A pytest plugin that runs the tests it has collected not once but on every mutant, each in a fork.
+
+    Without `mutants` it runs them on the code as it is, and `noticed` is the number of the first stage that fails, from
+    1, or 0.
+    """
+
+    def __init__(self, module: str, mutants: Sequence[Mutant] | None, crew: Crew) -> None:
+        self._module, self._mutants, self._crew = module, mutants, crew
+        self.noticed = 0
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if self._mutants is None:
+            self.noticed = noticed_by(session, self._module)
+        for mutant in self._mutants or ():
+            self._crew.start(mutant, partial(self._try, session, mutant))
+        return True
+
+    def _try(self, session: pytest.Session, mutant: Mutant) -> int:
+        put_in_place(mutant)
+        return noticed_by(session, mutant.module)
+
+
+class Crew:
+    """Up to `jobs` forks at a time, and the verdicts so far."""
+
+    def __init__(self, jobs: int, on_verdict: Callable[[Verdict], object]) -> None:
+        self._jobs, self._on_verdict = jobs, on_verdict
+        self._running: dict[int, Mutant] = {}
+        self.verdicts: list[Verdict] = []
+
+    def start(self, mutant: Mutant, judge: Callable[[], int]) -> None:
+        """Have `judge` give the number of the stage that notices the mutant, in a process of its own."""
+        while len(self._running) >= self._jobs:
+            self.wait()
+        self._running[forked(judge)] = mutant
+
+    def wait(self) -> None:
+        """For one of the forks to end."""
+        child, status = os.wait()
+        self.verdicts.append(Verdict(self._running.pop(child), killed_by(status)))
+        self._on_verdict(self.verdicts[-1])
+
+    def finish(self) -> None:
+        while self._running:
+            self.wait()
+
+
+def forked(judge: Callable[[], int]) -> int:
+    """The number of a process that ends with the number that `judge` gives."""
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        try:
+            noticed = judge()
+        except BaseException:  # a mutant may raise anything, when it is imported too
+            noticed = 1
+        os._exit(noticed)
+    return child
+
+
+def killed_by(status: int) -> str | None:
+    code = os.waitstatus_to_exitcode(status)
+    return None if code == 0 else "limits" if code < 0 else STAGES[code - 1]
+
+
+def run(
+    root: Path, modules: Iterable[str], jobs: int, on_verdict: Callable[[Verdict], object] = lambda verdict: None
+) -> list[Verdict]:
+    """Judge every mutant of the modules that is not listed as equivalent; those that are count as survivors.
+
+    Raises `RuntimeError` if the code is noticed as it is: then everything would count as killed.
+    """
+    made = [m for module in modules for m in mutants(module, _file(root, module).read_text("utf-8"))]
+    listed = [mutant for mutant in made if mutant.name in EQUIVALENT]
+    tried = [mutant for mutant in made if mutant.name not in EQUIVALENT]
+    crew = Crew(jobs, on_verdict)
+    assert "kvproof.allocator" not in sys.modules, "the allocator has to be imported in the forks"
+    _, status = os.waitpid(forked(partial(_import_and_judge, root, "", crew)), 0)
+    if (stage := killed_by(status)) is not None:
+        raise RuntimeError(f"the code fails without any mutant: {stage}")
+    for mutant in tried:
+        if not mutant.in_function:
+            crew.start(mutant, partial(_import_and_judge, root, mutant.module, crew, mutant))
+    crew.finish()
+    run_tests(root, Judge("", [mutant for mutant in tried if mutant.in_function], crew))
+    crew.finish()
+    return crew.verdicts + [Verdict(mutant, None) for mutant in listed]
+
+
+def _file(root: Path, module: str) -> Path:
+    return root / "allocator" / f"{module}.py"
+
+
+def _import_and_judge(root: Path, module: str, crew: Crew, mutant: Mutant | None = None) -> int:
+    if mutant is not None:
+        sys.meta_path.insert(0, _Finder(f"kvproof.allocator.{module}", _file(root, module), mutant))
+    judge = Judge(module, None, crew)
+    run_tests(root, judge)
+    return judge.noticed
+
+
 class _Finder:
-    """Imports one module from a changed syntax tree, and leaves its source where `inspect` looks for it."""
+    """Imports one module with a change."""
 
     def __init__(self, name: str, file: Path, mutant: Mutant) -> None:
         self._name, self._file, self._mutant = name, file, mutant
@@ -57,93 +179,128 @@ class _Finder:
 
         class Loader(SourceFileLoader):
             def get_code(self, fullname: str) -> CodeType:
-                return compile(mutant.tree, self.path, "exec")
+                return mutant.change.compiled(self.path)
 
         return spec_from_file_location(name, self._file, loader=Loader(name, str(self._file)))
 
 
-Stages = dict[str, Callable[[], bool]]
+def put_in_place(mutant: Mutant) -> None:
+    """Give every function of the module that is imported the code and the defaults that it has in the mutant."""
+    name = f"kvproof.allocator.{mutant.module}"
+    real, scratch = import_module(name), ModuleType(name)
+    assert real.__file__ is not None
+    set_compiled(None)  # importing a module may tell them of its classes
+    sys.modules[name] = scratch  # dataclasses look for the module that they are made in
+    exec(mutant.change.compiled(real.__file__), vars(scratch))
+    sys.modules[name] = real
+    functions = [thing for thing in gc.get_objects() if isinstance(thing, FunctionType)]
+    changed = {_place(function): function for function in functions if function.__globals__ is vars(scratch)}
+    for function in functions:
+        if function.__globals__ is vars(real) and (namesake := changed.get(_place(function))) is not None:
+            function.__code__ = namesake.__code__
+            function.__defaults__, function.__kwdefaults__ = namesake.__defaults__, namesake.__kwdefaults__
 
 
-def start(mutant: Mutant, file: Path, stages: Stages) -> int:
-    """The number of a process that runs the stages on `mutant`, and ends with the number of the first that notices."""
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        os._exit(_noticed_by(mutant, file, list(stages.values())))
-    return child
+def _place(function: FunctionType) -> tuple[str, int]:
+    return function.__qualname__, function.__code__.co_firstlineno
 
 
-def verdict_on(mutant: Mutant, status: int, stages: Stages) -> Verdict:
-    code = os.waitstatus_to_exitcode(status)
-    return Verdict(mutant, None if code == 0 else "limits" if code < 0 else list(stages)[code - 1])
+# ---- the stages
 
 
-def _noticed_by(mutant: Mutant, file: Path, stages: Iterable[Callable[[], bool]]) -> int:
+def run_tests(root: Path, plugin: object) -> None:
+    """Collect the tests and let `plugin` run them. The machines' own tests have a stage for themselves."""
+    import pytest
+
+    files = [str(root / f"tests/unit/test_{name}.py") for name in TESTS]
+    options = ["-o", "addopts=", "-p", "no:terminal", "-p", "no:cacheprovider", "--capture=no"]
+    code = pytest.main([*options, "--import-mode=importlib", "-k", "not runTest", *files], plugins=[plugin])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"the tests can't be collected: {code!r}")
+
+
+def noticed_by(session: pytest.Session, module: str) -> int:
     """The number of the first stage that fails, from 1; 0 when all pass."""
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-    sys.meta_path.insert(0, _Finder(f"kvproof.allocator.{mutant.module}", file, mutant))
+    compiled = set_compiled(None)
+    tests = sorted(session.items, key=lambda item: item.path.name != f"test_{module}.py")
+    plain = [test for test in tests if test.path.name != OF_COMPILED_LOOPS]
+    of_loops = [test for test in tests if test.path.name == OF_COMPILED_LOOPS]
+
+    def run_compiled() -> bool:
+        set_compiled(compiled)
+        return run_machine(module) and run_items(session, of_loops)
+
+    stages: tuple[Callable[[], bool], ...] = (
+        partial(run_items, session, plain),
+        partial(run_machine, module),
+        run_explorer,
+        run_compiled,
+    )
     for number, passes in enumerate(stages, 1):
         try:
+            limit(STAGE_SECONDS)
             passed = passes()
-        except BaseException:  # a mutant may raise anything, SystemExit included
+        except BaseException:
             passed = False
         if not passed:
             return number
     return 0
 
 
-def unit_tests(root: Path, module: str) -> list[str]:
-    """The unit tests of the allocator that need nothing else, the module's own first."""
-    files = [file for file in sorted(root.glob("tests/unit/test_*.py")) if not FOREIGN.search(file.read_text("utf-8"))]
-    return [str(file) for file in sorted(files, key=lambda file: file.name != f"test_{module}.py")]
+def set_compiled(loops: ModuleType | None) -> ModuleType | None:
+    """Use these compiled loops, or none. Returns those that were used before."""
+    module: Any = import_module("kvproof.allocator.loops")
+    before: ModuleType | None = module.compiled
+    module.compiled = loops
+    return before
 
 
-def run_tests(files: Sequence[str]) -> bool:
-    import pytest
+def limit(seconds: float) -> None:
+    """End the process after so many seconds of its time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
-    return pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files]) == 0
+
+def run_items(session: pytest.Session, items: Sequence[pytest.Item]) -> bool:
+    for item, following in pairwise([*items, None]):
+        assert item is not None
+        limit(TEST_SECONDS)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.testsfailed:
+            return False
+    return True
+
+
+def run_machine(module: str) -> bool:
+    from hypothesis import HealthCheck, Phase, settings
+    from hypothesis.stateful import run_state_machine_as_test
+
+    from kvproof.fuzz.targets import MACHINES, load
+
+    configured = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=50,
+        phases=(Phase.generate,),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType] - its metaclass confuses it
+    )
+    run_state_machine_as_test(load(MACHINES[MACHINE.get(module, "manager")].path), settings=configured)
+    return True
 
 
 def run_explorer() -> bool:
     from kvproof.fuzz.explore import Exploration, explore
     from kvproof.fuzz.spec.scopes import scope_named
 
-    for name in SCOPES:
-        scope = scope_named(name)
-        if explore(scope, max_transitions=scope.graph.transitions + 1) != Exploration(scope.graph):
-            return False
-    return True
+    scopes = [scope_named(name) for name in SCOPES]
+    return all(
+        explore(scope, max_transitions=scope.graph.transitions + 1) == Exploration(scope.graph) for scope in scopes
+    )
 
 
-def run(root: Path, modules: Iterable[str], jobs: int) -> Iterator[Verdict]:
-    """Judge every mutant of the modules; the verdicts come as they are reached."""
-    import hypothesis.stateful
-    import pytest
-
-    assert hypothesis.stateful  # both imported before the forks, which need not do it then
-    assert pytest
-    assert "kvproof.allocator" not in sys.modules, "the allocator has to be imported in the forks"
-    running: dict[int, tuple[Mutant, Stages]] = {}
-    for module in modules:
-        file, tests = root / "allocator" / f"{module}.py", unit_tests(root, module)
-        stages: Stages = {"unit tests": partial(run_tests, tests), "explorer": run_explorer}
-        for mutant in mutants(module, file.read_text("utf-8")):
-            running[start(mutant, file, stages)] = mutant, stages
-            if len(running) == jobs:
-                yield _next(running)
-    while running:
-        yield _next(running)
-
-
-def _next(running: dict[int, tuple[Mutant, Stages]]) -> Verdict:
-    """Waits for one of `running` to end, and takes it out."""
-    child, status = os.wait()
-    mutant, stages = running.pop(child)
-    return verdict_on(mutant, status, stages)
+# ---- the command
 
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
@@ -151,17 +308,20 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
     lines = [
         "# Mutants of allocator/",
         "",
-        "Written by `python -m kvproof.fuzz.mutants`. A mutant is one small change, and killed when the unit tests of",
-        f"the allocator or the explorer (scopes {', '.join(SCOPES)}) notice it, or when it takes {CPU_SECONDS} s.",
+        "Written by `python -m kvproof.fuzz.mutants`. A mutant is one small change, and killed by what notices it",
+        f"first: the unit tests of the allocator, {EXAMPLES} examples of a machine, the explorer (scopes",
+        f"{', '.join(SCOPES)}), or the machine and the tests of the compiled loops with these in use; or by taking too",
+        "much time or memory. The C code of the compiled loops is not mutated.",
         "",
-        "| module | mutants | by unit tests | by the explorer | limits | survive |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"| module | mutants | {' | '.join(STAGES)} | limits | survive |",
+        "| --- | --- |" + " --- |" * (len(STAGES) + 2),
     ]
-    for module in dict.fromkeys(verdict.mutant.module for verdict in verdicts):
-        by = Counter(verdict.killed_by for verdict in verdicts if verdict.mutant.module == module)
-        lines.append(
-            f"| {module} | {by.total()} | {by['unit tests']} | {by['explorer']} | {by['limits']} | {by[None]} |"
-        )
+    for module in sorted({verdict.mutant.module for verdict in verdicts}):
+        by = [verdict.killed_by for verdict in verdicts if verdict.mutant.module == module]
+        counts = [len(by), *map(by.count, (*STAGES, "limits", None))]
+        lines.append(f"| {module} | {' | '.join(map(str, counts))} |")
+    by = [verdict.killed_by for verdict in verdicts]
+    lines.append(f"| all | {' | '.join(map(str, [len(by), *map(by.count, (*STAGES, 'limits', None))]))} |")
     survived = [verdict.mutant for verdict in verdicts if verdict.killed_by is None]
     survivors = sorted(survived, key=lambda mutant: (mutant.module, mutant.line))
     if survivors:
@@ -181,11 +341,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the result file here")
     args = parser.parse_args(argv)
-    verdicts = []
-    for verdict in run(root, args.modules or known, args.jobs):
-        verdicts.append(verdict)
+    num_judged = 0
+
+    def tell(verdict: Verdict) -> None:
+        nonlocal num_judged
+        num_judged += 1
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r{len(verdicts)} mutants, in {verdict.mutant.module}\x1b[K")
+            sys.stderr.write(f"\r{num_judged} mutants, in {verdict.mutant.module}\x1b[K")
+
+    verdicts = run(root, args.modules or known, args.jobs, tell)
     page = page_of(verdicts)
     sys.stdout.write(page)
     if args.report is not None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from copy import deepcopy
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -41,10 +42,11 @@ class Mutant:
 
     module: str
     where: str
+    in_function: bool
     line: int
     old: str
     new: str
-    tree: ast.Module
+    change: Change
 
     @property
     def name(self) -> str:
@@ -52,42 +54,66 @@ class Mutant:
         return f"{self.module}.{self.where}: {self.old} -> {self.new}"
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What stands at `path` of a module's `tree` becomes `changed`; the tree itself is shared, and left as it was."""
+
+    tree: ast.Module
+    path: Path
+    changed: ast.AST
+
+    def compiled(self, file: str) -> CodeType:
+        with self.made():
+            return compile(ast.fix_missing_locations(self.tree), file, "exec")
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        original = _at(self.tree, self.path)
+        _replace(self.tree, self.path, self.changed)
+        try:
+            yield
+        finally:
+            _replace(self.tree, self.path, original)
+
+
 def mutants(module: str, source: str) -> Iterator[Mutant]:
     """Every mutant of `source`, in the order of the lines."""
     tree = ast.parse(source)
-    for place, (path, where) in enumerate(_places(tree)):
+    for place, (path, where, in_function) in enumerate(list(_places(tree))):
         original = _at(tree, path)
         for changed in _changes(original):
-            mutated = deepcopy(tree)
-            _replace(mutated, path, changed)
-            ast.fix_missing_locations(mutated)
-            statement = _statement(path)
-            old, new = (_first_lines(_at(t, statement)) for t in (tree, mutated))
+            change, statement = Change(tree, path, changed), _statement(path)
+            old = _first_line(_at(tree, statement))
+            with change.made():
+                new = _first_line(_at(tree, statement))
             if old != new:
-                yield Mutant(module, where, getattr(original, "lineno", place), old, new, mutated)
+                yield Mutant(module, where, in_function, getattr(original, "lineno", place), old, new, change)
 
 
 Path = tuple[tuple[str, int | None], ...]
 """From the root: a field, and the index in it if it is a list."""
 
 
-def _places(tree: ast.Module) -> Iterator[tuple[Path, str]]:
-    """What may be changed, with the name of the function or class that it is in."""
+def _places(tree: ast.Module) -> Iterator[tuple[Path, str, bool]]:
+    """What may be changed, with the name of the function or class that it is in, and whether it is in a function."""
 
-    def visit(node: ast.AST, path: Path, where: str) -> Iterator[tuple[Path, str]]:
-        yield path, where
+    def visit(node: ast.AST, path: Path, where: str, in_function: bool) -> Iterator[tuple[Path, str, bool]]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        yield path, where, in_function
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             where = f"{where}.{node.name}".removeprefix("module.")
+            in_function = in_function or isinstance(node, ast.FunctionDef)
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "decorator_list", "keywords") and not isinstance(node, ast.Call):
                 continue
-            if isinstance(node, ast.Raise) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            if isinstance(node, ast.Raise):
                 continue
             for i, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
                 if isinstance(child, ast.AST) and not _is_text(child):
-                    yield from visit(child, (*path, (field, i)), where)
+                    yield from visit(child, (*path, (field, i)), where, in_function)
 
-    yield from visit(tree, (), "module")
+    yield from visit(tree, (), "module", False)
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -152,7 +178,7 @@ def _statement(path: Path) -> Path:
     return path[: bodies[-1] + 1]
 
 
-def _first_lines(node: ast.AST) -> str:
+def _first_line(node: ast.AST) -> str:
     """A simple statement, or the head of one that has others in it."""
     head = ast.unparse(node).split("\n")
     return next(line for line in head if not line.startswith("@")).strip()

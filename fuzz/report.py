@@ -33,7 +33,7 @@ def report_of(plan: Plan, result: Result, failures: Iterable[Failure], command: 
         "environment": {
             "python": python_version(),
             "platform": platform(),
-            "packages": {name: _version(name) for name in ("kvproof", "hypothesis", "coverage")},
+            "packages": {name: _version(name) for name in ("kvproof", "hypothesis", "coverage", "atheris")},
         },
         "found": {
             "explorer": [_scope(name, explored.get(name)) for name in plan.scopes],
@@ -101,6 +101,8 @@ def coverage_note(report: Report) -> str:
     """What the coverage figures stand for, or why there are none."""
     if report["plan"]["target"] is not None:
         return "coverage is measured of kvproof's own code only"
+    if report["plan"]["engine"] == "atheris":
+        return "coverage was not measured: atheris changes the code for its own counters"
     if report["coverage"] is None:
         return "coverage was not measured, since the package coverage is not installed"
     rounds = f"in the first {MEASURED} rounds of each machine and in one of {MEASURED} after, not in the explorer"

@@ -45,6 +45,7 @@ class RoundJob:
     """`examples` random examples of up to `steps` rules of a machine.
 
     machine   its name in `kvproof.fuzz.targets`
+    engine    what draws them: "hypothesis", or "atheris", which ends after `seconds` if that is sooner
     target    "module:Class" of the foreign code that the machine is to drive
     known     the checks of a foreign target that are left out
     replay    run what is saved in the corpus instead of drawing anything
@@ -52,8 +53,10 @@ class RoundJob:
     """
 
     machine: str
+    engine: str = "hypothesis"
     seed: int = 0
     examples: int = 100
+    seconds: float | None = None
     steps: int = 30
     shrink: bool = True
     replay: bool = False
@@ -127,24 +130,28 @@ def run_explore(job: ExploreJob, on_progress: Callable[[Answer], object]) -> Ans
 
 def run_round(job: RoundJob) -> Answer:
     started = perf_counter()
-    machine = machine_of(job.machine, job.target, tuple(job.known))
     tally = Tally()
-    statistics: list[Any] = []
-    database = DirectoryBasedExampleDatabase(Path(job.corpus)) if job.corpus else None
+    corpus = Path(job.corpus, job.machine) if job.corpus else None  # Hypothesis takes all machines for one test
     search = (Phase.reuse,) if job.replay else (Phase.generate,)
     configured = settings(
         max_examples=job.examples,
         stateful_step_count=job.steps,
         phases=(*search, Phase.shrink) if job.shrink else search,
-        database=database,
+        database=DirectoryBasedExampleDatabase(corpus / "examples") if corpus else None,
         deadline=None,
         report_multiple_bugs=False,
         print_blob=False,
         suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType] - its metaclass confuses it
     )
+    machine = machine_of(job.machine, job.target, tuple(job.known))
     test: Any = get_state_machine_test(counted(machine, tally, abstraction(job.machine, machine)), settings=configured)
     test._hypothesis_internal_use_seed = job.seed  # what @seed does, which would also take the database away
+    if job.engine == "atheris" and not job.replay:
+        from kvproof.fuzz.guided import run_guided
+
+        return run_guided(job, test, tally)
     collecting: Any = collector  # typed as if it could only hold None
+    statistics: list[Any] = []
     error: Exception | None = None
     with planted(job.fault), with_reporter(lambda text: None), collecting.with_value(statistics.append):
         try:

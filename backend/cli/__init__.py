@@ -12,7 +12,7 @@ from kvproof.cli import backends, fuzz, generate, replay
 
 USAGE_ERROR = 2
 EXTRAS = {"torch": "torch", "numpy": "torch", "gguf": "models", "tokenizers": "models", "safetensors": "models",
-          "jinja2": "models", "hypothesis": "fuzz"}  # fmt: skip
+          "jinja2": "models", "hypothesis": "fuzz", "atheris": "fuzz-atheris"}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,10 @@ def add_parser(commands: Any) -> None:
     limit.add_argument("--time", type=_seconds, metavar="T", help="how long, as 90, 60s, 10m or 1h (default 60s)")
     limit.add_argument("--examples", type=count, metavar="N", help="random examples for each machine")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random examples (default 0)")
+    parser.add_argument(
+        "--engine", choices=("hypothesis", "atheris"), default="hypothesis",
+        help="what draws random examples; atheris is guided by coverage (default hypothesis)",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=count, default=1, metavar="N", help="processes (default 1)")
     parser.add_argument(
         "--explore", choices=("quick", "all", "none"), default="quick", help="the scopes to explore (default quick)"
@@ -62,6 +67,7 @@ def add_parser(commands: Any) -> None:
     foreign.add_argument("--backend", metavar="NAME", help="the attention backend to hold to every conformance check")
     planted = parser.add_argument_group("planted faults")
     planted.add_argument("--planted", metavar="NAME", help="break our own code by this fault, or by each of all")
+    planted.add_argument("--seeds", type=count, metavar="N", help="how often --planted is found at random from N seeds")
     parser.set_defaults(run=run)
 
 
@@ -77,6 +83,9 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    _require(args.engine)
+    if args.seeds is not None:
+        return _rates(args)
     if args.planted is not None:
         return _hunt(args)
     if args.backend is not None:
@@ -97,12 +106,7 @@ def _campaign(args: argparse.Namespace) -> int:
     with _Line(plan) as line:
         result = Campaign(plan, line.show).run()
     report = report_of(plan, result, failures_of(plan, result, args.report / "regressions", command), command)
-    try:
-        args.report.mkdir(parents=True, exist_ok=True)
-        (args.report / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (args.report / "index.html").write_text(page_of(report), encoding="utf-8")
-    except OSError as error:
-        raise KvproofError(f"can't write the report: {error}") from None
+    _write(args.report, {"report.json": json.dumps(report, indent=1) + "\n", "index.html": page_of(report)})
     if args.json:
         print(json.dumps(report, indent=1))
     else:
@@ -120,23 +124,30 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.known and args.target is None:
         raise InvalidArgument("--known needs --target")
     machines = (FOREIGN,) if args.target is not None else TARGETS[args.what]
-    if any(name in MACHINES and MACHINES[name].needs_torch for name in machines) and find_spec("torch") is None:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    if any(name in MACHINES and MACHINES[name].needs_torch for name in machines):
+        _require("torch")
     explored = args.explore != "none" and args.target is None and args.what in EXPLORED
     scopes = [scope for scope in SCOPES if explored and (args.explore == "all" or not scope.slow)]
-    measures = args.target is None and find_spec("coverage") is not None
+    measures = args.target is None and args.engine == "hypothesis" and find_spec("coverage") is not None
     return Plan(
         machines=machines,
         scopes=tuple(scope.name for scope in sorted(scopes, key=lambda scope: scope.graph.transitions)),
         examples=args.examples,
         seconds=None if args.examples else args.time or 60.0,
         seed=args.seed,
+        engine=args.engine,
         jobs=args.jobs,
         corpus=str(args.corpus) if args.corpus else None,
         packages=tuple(sorted({MACHINES[name].package for name in machines})) if measures else (),
         target=args.target,
         known=tuple(args.known),
     )
+
+
+def _require(module: str) -> None:
+    """Say that it is missing before any worker does."""
+    if find_spec(module) is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 class _Line:
@@ -170,19 +181,12 @@ class _Line:
 
 def _hunt(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from kvproof.fuzz.catalogue import catalogue, fault_named
     from kvproof.fuzz.hunt import hunt, table_of
 
-    faults = list(catalogue()) if args.planted == "all" else [fault_named(args.planted).fault.name]
-    found = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("faults"))
-    with Progress(*columns, **on_terminal()) as bar:
-        task = bar.add_task("", total=len(faults))
-        for find in hunt(faults, seed=args.seed, examples=args.examples or 3000, jobs=args.jobs):
-            found.append(find)
-            bar.update(task, advance=1, description=find.fault)
+    faults = _faults(args.planted)
+    finds = hunt(faults, seed=args.seed, examples=args.examples or 3000, jobs=args.jobs, engine=args.engine)
+    found = list(_shown(finds, len(faults)))
     missed = [find for find in found if not find.found]
     if args.json:
         print(json.dumps([find.as_json() for find in found], indent=1))
@@ -190,6 +194,47 @@ def _hunt(args: argparse.Namespace) -> int:
         Console().print(table_of(found))
         print(f"{len(found) - len(missed)} of {len(found)} planted faults found")
     return 1 if missed else 0
+
+
+def _rates(args: argparse.Namespace) -> int:
+    from kvproof.fuzz.detection import page_of, rates
+
+    if args.planted is None:
+        raise InvalidArgument("--seeds needs --planted")
+    faults, examples = _faults(args.planted), args.examples or 3000
+    found = rates(faults, seeds=args.seeds, examples=examples, jobs=args.jobs, engine=args.engine)
+    rated = list(_shown(found, len(faults)))
+    page = page_of(rated, examples)
+    _write(args.report, {"detection.md": page})
+    print(json.dumps([rate.as_json() for rate in rated], indent=1) if args.json else page)
+    return 0 if all(rate.suffices for rate in rated) else 1
+
+
+def _faults(name: str) -> list[str]:
+    from kvproof.fuzz.catalogue import catalogue, fault_named
+
+    return list(catalogue()) if name == "all" else [fault_named(name).fault.name]
+
+
+def _shown(finds: Iterator[Any], total: int) -> Iterator[Any]:
+    """The same finds, each of which has a `fault`, with a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("faults"))
+    with Progress(*columns, **on_terminal()) as bar:
+        task = bar.add_task("", total=total)
+        for find in finds:
+            bar.update(task, advance=1, description=find.fault)
+            yield find
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvproofError(f"can't write the report: {error}") from None
 
 
 def _attention(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from kvproof.cli import main
 from kvproof.fuzz.campaign import Campaign, Plan, Result
 from kvproof.fuzz.catalogue import catalogue, fault_named
+from kvproof.fuzz.detection import rates
 from kvproof.fuzz.hunt import hunt
 from kvproof.fuzz.page import page_of
 from kvproof.fuzz.regression import failures_of
@@ -256,6 +257,7 @@ def test_the_catalogue_knows_every_fault_once() -> None:
             "no check is called 'fits', there are: dis",
         ),
         (["attention", "--backend", "torch", "--time", "1s"], 1, "by --examples, not by --time"),
+        (["--seeds", "3"], 1, "--seeds needs --planted"),
         (["--backend", "torch"], 1, "--backend needs the target attention"),
         (["attention", "--backend", "nope"], 1, "unknown attention backend 'nope'"),
     ],
@@ -268,3 +270,73 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[st
     err = capsys.readouterr().err
     assert (got, err.count("\n")) == (code, 1)
     assert message in err
+
+
+needs_atheris = pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed")
+
+
+@needs_atheris
+def test_atheris_finds_a_fault_which_is_shrunk_and_kept_like_any_other(tmp_path: Path) -> None:
+    plan = replace(POOL, engine="atheris", examples=3000, corpus=str(tmp_path), fault="block released at zero")
+    result = Campaign(plan).run()
+    (machine,) = result.machines
+    assert machine.error == "AssertionError: release(0,) was accepted"
+    assert [line for line in machine.program if "agrees" not in line] == [
+        "state = PoolMachine()",
+        "state.start(num_blocks=1, num_reserved=0, policy='lru')",
+        "state.release(block=0)",
+        "state.teardown()",
+    ]
+    assert len(list((tmp_path / "pool/inputs").iterdir())) > 10  # what reached something new
+    again = Campaign(replace(plan, engine="hypothesis", examples=10)).run().machines[0]
+    assert (again.rounds, again.error) == (1, machine.error)
+
+
+@needs_atheris
+def test_atheris_runs_as_many_examples_as_it_is_told_or_as_long() -> None:
+    plan = replace(POOL, engine="atheris", examples=300)
+    (machine,) = Campaign(plan).run().machines
+    assert (machine.examples, machine.rounds, machine.error) == (300, 1, None)
+    assert machine.rules["take"] > 0
+    assert 0 < machine.states < machine.rules.total()
+    timed = Campaign(replace(plan, machines=("pool", "index"), examples=None, seconds=3.0)).run()
+    assert all(machine.examples > 10 for machine in timed.machines)
+    assert timed.seconds < 30
+
+
+def test_without_atheris_the_engine_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvproof.cli.fuzz.find_spec", lambda name: None if name == "atheris" else find_spec(name))
+    assert main(["fuzz", "pool", "--engine", "atheris", "--examples", "1"]) == 1
+    assert capsys.readouterr().err == ("kvproof fuzz: error: this needs atheris: pip install 'kvproof[fuzz-atheris]'\n")
+
+
+def test_each_machine_has_a_corpus_of_its_own(tmp_path: Path) -> None:
+    """Hypothesis would take them for one test, and forget what does not fail in the other."""
+    plan = replace(
+        POOL, machines=("index", "pool"), examples=1000, fault="block released at zero", corpus=str(tmp_path)
+    )
+    Campaign(plan).run()
+    assert Campaign(replace(plan, machines=("index",), examples=1)).run().machines[0].error is None
+    assert Campaign(plan).run().machines[1].rounds == 1
+
+
+def test_rates_tell_from_how_many_seeds_a_fault_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["fuzz", "--planted", "take is not atomic", "--seeds", "5", "--report", str(tmp_path)]
+    assert main([*argv, "--json"]) == 0
+    (rate,) = json.loads(capsys.readouterr().out)
+    amounts = sorted(sighting["amount"] for sighting in rate["sightings"])
+    assert (rate["found"], len(amounts), rate["median"]) == (5, 5, amounts[2])
+    assert len(set(amounts)) > 1  # each seed draws others
+    row = f"| take is not atomic | pool | 5 | 5 | {amounts[2]} | {amounts[4]} |  |"
+    assert row in (tmp_path / "detection.md").read_text()
+    assert main([*argv, "--examples", "1"]) == 1
+    assert "| take is not atomic | pool | 5 | 0 | 1 | 1 |  |" in capsys.readouterr().out
+
+
+def test_a_fault_that_is_found_at_once_is_not_looked_for_from_every_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproof.fuzz.detection.FEW", 2)
+    (quick,) = rates(["take is not atomic"], seeds=4, examples=3000)
+    (slow,) = rates(["take is not atomic"], seeds=4, examples=10)
+    assert (len(quick.sightings), len(slow.sightings)) == (2, 4)
