@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -182,37 +184,38 @@ def test_blocks_that_left_the_window_are_given_back(attention: str, window: int,
         assert len(tokens) == len(prompt) + 24
 
 
-def test_the_gpu_script_can_be_rehearsed_without_one() -> None:
+def rehearsed(*options: str) -> tuple[int, str]:
+    """Exit status and output of the GPU script, on the CPU."""
     script = Path(__file__).parents[1] / "gpu" / "check.py"
-    command = [sys.executable, script, "--double", "--variants"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    table = [line.split() for line in run.stdout.split("\n\n")[1].splitlines()]
-    assert [row[0] for row in table] == [
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+        patch.setattr(sys, "argv", [str(script), "--double", *options])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out.getvalue()
+
+
+def test_the_gpu_script_can_be_rehearsed_without_one() -> None:
+    status, output = rehearsed("--variants")
+    assert status == 0, output
+    rows = [line.split() for line in output.split("\n\n")[1].splitlines()]
+    assert [row[0] for row in rows] == [
         "environment",
         *["conformance"] * 12,
         "generation",
         *["decode,"] * 2,
         "prefill,",
     ]
-    assert all("ok" in row for row in table)
+    assert all("ok" in row for row in rows)
 
 
-def test_the_gpu_script_says_what_failed(tmp_path: Path) -> None:
-    """With a fault planted: its line is in the table, the others are as well, and the exit status tells."""
-    script = Path(__file__).parents[1] / "gpu" / "check.py"
-    planted = tmp_path / "planted.py"
-    planted.write_text(
-        "import runpy, sys\n"
-        "from kvproof.attention.torch_paged import TorchAttention\n"
-        "TorchAttention._write = lambda *_: None\n"
-        f"sys.argv = [{str(script)!r}, '--double']\n"
-        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
-    )
-    run = subprocess.run([sys.executable, planted], capture_output=True, text=True, check=False)
-    assert run.returncode == 1, run.stdout + run.stderr
-    table = run.stdout.rstrip().split("\n\n")[-1].splitlines()
-    (failed,) = (line for line in table if "FAILED" in line)
+def test_the_gpu_script_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line is in the table, all others are as well, and the exit status tells."""
+    monkeypatch.setattr(TorchAttention, "_write", lambda *_: None)
+    status, output = rehearsed()
+    assert status == 1, output
+    rows = output.rstrip().split("\n\n")[-1].splitlines()
+    (failed,) = (row for row in rows if "FAILED" in row)
     assert failed.startswith("conformance of torch ")
     assert "a step is right" in failed
-    assert table[-1].startswith("prefill, 64 tokens ")
+    assert rows[-1].startswith("prefill, 64 tokens ")
