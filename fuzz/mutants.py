@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 NOT_MUTATED = ("__init__", "replay", "traces")
 TESTS = (
-    "audit", "batch", "compat", "events", "exception_safety", "field_failures", "hashing", "index", "loops", "manager",
-    "policy", "pool", "sequence", "shared_blocks", "snapshot", "stats", "threads",
+    "audit", "batch", "boundaries", "compat", "events", "exception_safety", "field_failures", "hashing", "index",
+    "loops", "manager", "policy", "pool", "sequence", "shared_blocks", "snapshot", "stats", "threads",
 )  # fmt: skip
 OF_COMPILED_LOOPS = "test_loops.py"
 MACHINE = {"pool": "pool", "policy": "pool", "index": "index", "compat": "compat"}

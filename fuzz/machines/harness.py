@@ -42,7 +42,7 @@ MEDIA: tuple[Media, ...] = (
     (("cat", 1, 2),),
     (("dog", 1, 2),),
     (("cat", 2, 2),),
-    (("cat", 0, 3), ("dog", 4, 1)),
+    (("cat", 0, 3), ("dog", 3, 1)),
 )
 NAMESPACES = (Namespace(), Namespace(salt="x"), Namespace(adapter="x"))
 
@@ -179,6 +179,7 @@ class ManagerHarness(RuleBasedStateMachine):
             assert list(real.block_table) == seq.table
             assert (real.tokens().tolist(), real.num_computed) == (seq.tokens, seq.computed)
             assert real.num_reserved == seq.reserved
+            assert [(item.key, item.start, item.length) for item in real.media] == list(seq.media)
         assert manager.num_used == sum(1 for refs in model.refs if refs)
         counted = {name: value for name, value in asdict(manager.stats()).items() if not name.startswith("num_")}
         assert counted == {name: model.counts[name] for name in counted}

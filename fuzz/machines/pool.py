@@ -105,7 +105,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.empty.append(block)
             self.states[block] = FREE if self.states[block] is CACHED else ACTIVE
 
-    @rule(block=st.sampled_from((-1, MAX_BLOCKS)), question=st.sampled_from(("refs", "content", "state")))
+    @rule(block=st.sampled_from((-1, MAX_BLOCKS)), question=st.sampled_from(("refs", "content", "state", "age")))
     def ask_for_no_block(self, block: int, question: str) -> None:
         self.refused(question, block)
 

@@ -1,0 +1,61 @@
+"""Values at the very edge of what is allowed, and one beyond: what no machine draws, and mutants live on."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproof.allocator import AllBlocksCleared, BlockManager, BlockPool, BlockStored, IllegalTransition, InvalidArgument
+from kvproof.allocator import MediaItem as Item
+from kvproof.allocator.media import MAX_POSITION
+
+
+def test_media_end_where_positions_do() -> None:
+    assert Item("k", 1, MAX_POSITION - 1).stop == MAX_POSITION
+    with pytest.raises(InvalidArgument, match="media length"):
+        Item("k", 1, MAX_POSITION)
+
+
+def test_media_may_touch_and_not_overlap() -> None:
+    manager = BlockManager(1, 4)
+    manager.sequence([0] * 4, media=[Item("a", 0, 2), Item("b", 2, 1)])
+    with pytest.raises(InvalidArgument):
+        manager.sequence([0] * 4, media=[Item("a", 0, 2), Item("b", 1, 1)])
+
+
+@pytest.mark.parametrize("num_reserved", [-1, 3, 4])
+def test_a_pool_has_a_block_to_hand_out(num_reserved: int) -> None:
+    with pytest.raises(InvalidArgument, match="num_reserved"):
+        BlockPool(3, num_reserved=num_reserved)
+    assert BlockPool(3, num_reserved=2).take(1) == [2]
+
+
+def test_block_0_is_reserved_and_block_minus_1_is_not_there() -> None:
+    pool = BlockPool(3, num_reserved=1)
+    for block, message in [(0, "block 0 is reserved"), (-1, "there is no block -1"), (3, "there is no block 3")]:
+        with pytest.raises(IllegalTransition, match=f"^{message}, the pool has 1 to 2$"):
+            pool.refs(block)
+    assert pool.refs(1) == 0
+
+
+def test_what_was_stored_before_a_reset_is_told_before_it() -> None:
+    manager = BlockManager(2, 2, events=True)
+    seq = manager.sequence([1, 2, 3])
+    manager.admit(seq)
+    manager.commit(seq, 3)
+    manager.release(seq)
+    manager.reset_prefix_cache()
+    assert [type(event) for event in manager.take_events()] == [BlockStored, AllBlocksCleared]
+
+
+def test_an_identity_is_what_it_always_was() -> None:
+    """As in test_events.py, without another process, where no mutant would be."""
+    manager = BlockManager(16, 2, events=True)
+    seq = manager.sequence([1, 2**31 - 1, 3, 4, 5])
+    manager.admit(seq)
+    manager.commit(seq, 5)
+    (stored,) = manager.take_events()
+    assert isinstance(stored, BlockStored)
+    assert [block.hex() for block in stored.blocks] == [
+        "35da769a22f1d22a1fe372ac92e47ca4",
+        "1d3e1e26cfe3671201e7f2626ae9d199",
+    ]
