@@ -27,6 +27,7 @@ from kvproof.backend.integrations.vllm import AsyncPoolScheduler, AsyncScheduler
 from kvproof.backend.integrations.vllm.blocks import EngineBlocks
 from kvproof.backend.integrations.vllm.manager import KVCacheManager
 from kvproof.backend.integrations.vllm.pool import BlockPool
+from kvproof.fuzz.adapters import machine_for
 from kvproof.fuzz.machines.vllm_engine import VOCABULARY, Ask, Engine, Shape
 from kvproof.fuzz.machines.vllm_scenarios import SCENARIOS
 from kvproof.fuzz.planted import Fault
@@ -42,6 +43,7 @@ class Side(RuleBasedStateMachine):
     ours: tuple[Callable[..., Any], Callable[..., Any]]
     shapes: st.SearchStrategy[dict[str, Any]]
     sound = False
+    publishes_alike = True
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -151,6 +153,7 @@ class Side(RuleBasedStateMachine):
         if self.beside:
             event("beside to the end")
             assert stock.outputs == ours.outputs
+            assert not self.publishes_alike or stock.prefills == ours.prefills
             assert [stats.prefix_cache_stats for stats in stock.stats] == [
                 stats.prefix_cache_stats for stats in ours.stats
             ]
@@ -252,9 +255,11 @@ class VllmManagerMachine(Side):
 class VllmWindowMachine(VllmManagerMachine):
     """A model of sliding windows only, through pools that may be smaller than a sequence.
 
-    vLLM finds the last window of a prefix whatever became of the rest. Ours finds a block by its whole prefix, so the
-    two go their own ways; outputs and soundness are compared.
+    vLLM finds the last window of a prefix whatever became of the rest, and publishes only what such a hit needs. Ours
+    finds a block by its whole prefix. So the two go their own ways; outputs and soundness are compared.
     """
+
+    publishes_alike = False
 
     shapes = shapes(
         windows=st.sampled_from((1, 2, 3, 5, 8)).map(lambda window: (window,)), eagle=st.just(False),
@@ -287,7 +292,15 @@ class VllmPoolMachine(Side):
             assert len(stock.cached_block_hash_to_block) == len(ours.cached_block_hash_to_block)
 
 
-MACHINES = {machine.__name__: machine for machine in (VllmManagerMachine, VllmWindowMachine, VllmPoolMachine)}
+MACHINES: dict[str, type[RuleBasedStateMachine]] = {
+    machine.__name__: machine
+    for machine in (
+        VllmManagerMachine,
+        VllmWindowMachine,
+        VllmPoolMachine,
+        machine_for("kvproof.backend.integrations.vllm.pool:BlockPool"),
+    )
+}
 
 FAULTS = (
     Fault(
@@ -403,6 +416,22 @@ FAULTS = (
         "not vLLM's order of reuse",
     ),
     Fault(
+        "freed more often than referenced",
+        BlockPool,
+        "_require_references",
+        "times > block.ref_cnt",
+        "False",
+        "half of it is freed when it is refused",
+    ),
+    Fault(
+        "media of a session's next input forgotten",
+        KVCacheManager,
+        "_extend",
+        "if request.mm_features:",
+        "if False:",
+        "an image that came later is taken for its placeholders",
+    ),
+    Fault(
         "content outlives its block",
         BlockPool,
         "get_new_blocks",
@@ -428,7 +457,7 @@ def hunt(examples: int) -> Iterator[tuple[str, str | None]]:
             yield fault.name, next((f"{name}: {failure}" for name, failure in told if failure), None)
 
 
-def _run(machine: type[Side], examples: int) -> None:
+def _run(machine: type[RuleBasedStateMachine], examples: int) -> None:
     quiet = settings(
         max_examples=examples,
         stateful_step_count=30,

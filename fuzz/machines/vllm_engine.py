@@ -217,7 +217,7 @@ class Worker:
             self.tables.pop(name, None)
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = [list(table) for table in new.block_ids]
-            self.tokens[new.req_id] = list(self.asks[new.req_id].prompt)
+            self.tokens[new.req_id] = list(new.prompt_token_ids)
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if name in cached.resumed_req_ids:
@@ -277,6 +277,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
         self.stats: list[Any] = []
+        self.prefills: dict[str, Any] = {}
         self.events: list[Any] = []
         self.scheduler.kv_event_publisher = SimpleNamespace(
             publish=lambda batch: self.events.extend(batch.events), shutdown=lambda: None
@@ -316,6 +317,8 @@ class Engine:
         for answers in self.scheduler.update_from_output(output, result).values():
             for answer in answers.outputs:
                 self.outputs[answer.request_id] += answer.new_token_ids
+                if answer.prefill_stats is not None:
+                    self.prefills[answer.request_id] = answer.prefill_stats
             if answers.scheduler_stats is not None:
                 self.stats.append(answers.scheduler_stats)
         if self.shape.num_drafts and not self.shape.asynchronous:

@@ -130,6 +130,35 @@ def facts(event: Any) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
+def a_session_goes_on() -> None:
+    """A request that waits for more input keeps its blocks; what comes then may bring an image."""
+    shape = Shape(num_blocks=30, block_size=2)
+    first, more = Ask("0", (0, 1, 2, 0, 1), max_tokens=3), Ask("0", (2, 2, 2, 2, 2, 1), media=(("cat", 1, 3),))
+    hits = []
+    for scheduler_class in (StockScheduler, Scheduler):
+        engine = Engine(scheduler_class, shape)
+        for ask in (first, more):
+            # It goes on behind the 7 tokens that were computed: the last one that was sampled is forgotten.
+            engine.worker.asks["0"] = Ask("0", ask.prompt, media=(("cat", 8, 3),))
+            engine.outputs.setdefault("0", [])
+            request = ask.request(shape)
+            request.resumable = True
+            engine.scheduler.add_request(request)
+            for _ in range(6):
+                engine.step()
+        session = engine.scheduler.requests["0"]
+        assert (session.status.name, session.num_tokens) == ("WAITING_FOR_STREAMING_REQ", 17)
+        tokens = tuple(session.all_token_ids)
+        engine.scheduler.add_request(first.request(shape))  # the end of the session
+        engine.add(Ask("1", tokens))
+        engine.add(Ask("2", tokens, media=(("cat", 8, 3),)))
+        engine.step()
+        hits.append((engine.hits["1"], engine.hits["2"]))
+        engine.run_dry()
+        assert engine.scheduler.kv_cache_manager.usage == 0
+    assert hits == [(8, 16), (8, 16)]
+
+
 def common_prefix() -> None:
     """As many first blocks as all requests share, which vLLM asks until 0.31."""
     engine = Engine(Scheduler, Shape())
@@ -203,6 +232,7 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     refused_by_name,
     blocks_are_given_back_later,
     events_are_vllms,
+    a_session_goes_on,
     common_prefix,
     pool_refuses_a_double_free,
     pool_keeps_what_is_read,

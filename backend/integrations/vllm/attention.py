@@ -101,13 +101,14 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
         if step.causal is not True:
             raise UnsupportedAttention("attention that is not causal")
         self._find_caches()
-        batch = Batch.build(
-            step.query_start_loc_cpu[: step.num_reqs + 1],
-            step.seq_lens[: step.num_reqs],
-            step.block_table_tensor[: step.num_reqs],
-            self._caches[0].shape[2],
-        )
         for backend in {backend for backend, _ in self._layers.values()}:
+            batch = Batch.build(
+                step.query_start_loc_cpu[: step.num_reqs + 1],
+                step.seq_lens[: step.num_reqs],
+                step.block_table_tensor[: step.num_reqs],
+                backend.spec.block_size,
+                backend.spec.window,
+            )
             backend.plan(batch.plan)
         return Metadata(self._layers, batch.plan.num_tokens, batch.order)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvproof.allocator import KvproofError
 from kvproof.attention import BatchPlan, CacheSpec, InvalidBatch
+from kvproof.attention.spec import INT32_LIMIT
 
 
 class UnsupportedAttention(KvproofError, NotImplementedError):
@@ -46,23 +47,29 @@ class Batch:
     order: Tensor | None
 
     @classmethod
-    def build(cls, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, block_size: int) -> Self:
+    def build(
+        cls, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, block_size: int, window: int | None = None
+    ) -> Self:
         """From vLLM's metadata of R rows, on any device: int32 [R + 1], [R] and [R, blocks].
 
         Rows without query tokens, which are padding, are left out. Rows of one token come first in a plan, wherever
-        vLLM has them.
+        vLLM has them. Blocks that `window` has left are the null block in a plan; in vLLM's table they are what they
+        were, although they may hold something else by now.
         """
         start, lens = (x.cpu().numpy().astype(np.int64) for x in (query_start_loc, seq_lens))
         query = np.diff(start)
         rows = np.flatnonzero(query)
         rows = rows[np.argsort(query[rows] != 1, kind="stable")]
         tokens = np.concatenate([np.arange(start[row], start[row + 1]) for row in rows])
+        query, lens = query[rows], lens[rows]
+        needed = -(-lens // block_size)
+        left = np.maximum(lens - query + 1 - (window or INT32_LIMIT), 0) // block_size
         tables = []
-        for row, blocks in zip(rows.tolist(), block_table.cpu().numpy().astype(np.int32)[rows], strict=True):
-            table = array("i")
-            table.frombytes(blocks[: -(-int(lens[row]) // block_size)].tobytes())
+        for blocks, count, hidden in zip(block_table.cpu().numpy()[rows], needed, left, strict=True):
+            table = array("i", bytes(4 * hidden))  # of the null block, 0
+            table.frombytes(blocks[hidden:count].astype(np.int32).tobytes())
             tables.append(table)
-        plan = Plan.build(tables, lens[rows].tolist(), query[rows].tolist(), block_size)
+        plan = Plan.build(tables, lens.tolist(), query.tolist(), block_size)
         in_order = bool((tokens == np.arange(len(tokens))).all())
         return cls(plan, None if in_order else torch.from_numpy(tokens).to(block_table.device))
 

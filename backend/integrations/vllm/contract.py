@@ -76,7 +76,7 @@ FIELDS = {
     "v1/request.py:Request": (
         "request_id", "status", "num_computed_tokens", "num_prompt_tokens", "num_preemptions", "num_in_flight_tokens",
         "all_token_ids", "block_hashes", "_block_hasher", "cache_salt", "lora_request", "mm_features",
-        "skip_reading_prefix_cache", "num_tokens", "is_finished",
+        "skip_reading_prefix_cache", "num_tokens", "is_finished", "session_id",
     ),
     "v1/core/kv_cache_utils.py:KVCacheBlock": (
         "block_id", "ref_cnt", "pool", "is_null", "block_hash", "block_hash_num_tokens",

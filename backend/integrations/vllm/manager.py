@@ -294,8 +294,7 @@ class KVCacheManager:
             return
         seq = held.seq
         first = seq.num_computed // self._block_size
-        if computed > len(seq):
-            seq.extend(held.request.all_token_ids[len(seq) : computed])
+        self._extend(seq, held.request, computed)
         if self._events is not None:
             self._events.catch_up()
         self.blocks.commit(seq, computed - seq.num_computed)
@@ -407,9 +406,16 @@ class KVCacheManager:
             media = media_of(request) if request.mm_features else ()
             seq = self.blocks.sequence(request.all_token_ids[:], namespace=namespace_of(request), media=media)
             self._waiting[request.request_id] = seq
-        elif len(seq) < request.num_tokens:
-            seq.extend(request.all_token_ids[len(seq) :])
+        else:
+            self._extend(seq, request, request.num_tokens)
         return seq
+
+    def _extend(self, seq: Sequence, request: Request, num_tokens: int) -> None:
+        """The request's first so many tokens are known to the allocator; a session brings media with its new ones."""
+        if len(seq) < num_tokens:
+            if request.mm_features:
+                seq.media = tuple(media_of(request))
+            seq.extend(request.all_token_ids[len(seq) : num_tokens])
 
     def _full_sequence(self, request: Request) -> int:
         """Blocks for all of the request's known tokens, as many as it holds at once."""

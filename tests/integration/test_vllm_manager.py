@@ -1,0 +1,52 @@
+"""vLLM's schedulers on our block manager and on our pool, beside vLLM's own, in the interpreter that has vLLM.
+
+Importing vLLM takes seconds, so everything runs in one process: the state machines, and the cases of
+`kvproof.fuzz.machines.vllm_scenarios`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+
+CASES = [
+    "preempted_before_it_ran",
+    "refused_by_name",
+    "blocks_are_given_back_later",
+    "events_are_vllms",
+    "a_session_goes_on",
+    "common_prefix",
+    "pool_refuses_a_double_free",
+    "pool_keeps_what_is_read",
+    "pool_comes_first_or_not_at_all",
+    "VllmManagerMachine",
+    "VllmWindowMachine",
+    "VllmPoolMachine",
+    "BlocksMachine",
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str | None]:
+    """What went wrong with each case."""
+    python = os.environ.get("KVPROOF_VLLM_PYTHON")
+    if not python:
+        pytest.skip("KVPROOF_VLLM_PYTHON names no interpreter that has vLLM, hypothesis and kvproof")
+    run = subprocess.run(
+        [python, "-m", "kvproof.fuzz.machines.vllm", "--examples", "40"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_CONFIGURE_LOGGING": "0", "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode in (0, 1), run.stderr[-4000:]
+    answer: dict[str, str | None] = json.loads(run.stdout)
+    assert list(answer) == CASES
+    return answer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_ours_as_on_vllms_own(found: dict[str, str | None], case: str) -> None:
+    assert found[case] is None
