@@ -1,6 +1,6 @@
 """Paged attention: the cache's shape, a step's metadata, and the backends that run on them."""
 
-from kvproof.attention.base import AttentionBackend, Capabilities
+from kvproof.attention.base import AttentionBackend, Capabilities, Feature
 from kvproof.attention.errors import (
     BackendUnavailable,
     InvalidBatch,
@@ -19,6 +19,7 @@ __all__ = [
     "BatchPlan",
     "AttentionBackend",
     "Capabilities",
+    "Feature",
     "BackendUnavailable",
     "InvalidBatch",
     "InvalidSpec",

@@ -63,9 +63,9 @@ class Capabilities:
 class AttentionBackend(ABC):
     """A KV cache and the attention over it.
 
-    A backend of your own sets `name` and implements `capabilities` and `_attend`; `_plan` is the place for
-    work that all layers of a step share, and the rest has defaults. It registers under the entry-point group
-    `kvproof.attention_backends`.
+    A backend of your own sets `name` and implements `capabilities` and `_attend`, and `_attend_lse` where it declares
+    "lse"; `_plan` is the place for work that all layers of a step share, and the rest has defaults. It registers under
+    the entry-point group `kvproof.attention_backends`.
 
         class MyAttention(AttentionBackend):
             name = "mine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvproof.attention.base import AttentionBackend, Capabilities, Feature
+from kvproof.attention.base import AttentionBackend, Capabilities
 from kvproof.attention.spec import INT32_LIMIT
 
 
@@ -20,8 +20,10 @@ class ReferenceAttention(AttentionBackend):
 
     @classmethod
     def capabilities(cls) -> Capabilities:
-        features: frozenset[Feature] = frozenset({"custom_scale", "window", "soft_cap", "fp8_cache", "lse"})
-        return Capabilities(devices=frozenset({"cpu", "cuda"}), features=features)
+        return Capabilities(
+            devices=frozenset({"cpu", "cuda"}),
+            features=frozenset({"custom_scale", "window", "soft_cap", "fp8_cache", "lse"}),
+        )
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         for token, slot in enumerate(self.batch.slot_mapping.tolist()):

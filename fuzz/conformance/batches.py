@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvproof.allocator import NULL_BLOCK
-from kvproof.attention import CacheSpec, Capabilities, DType, Layout
-from kvproof.attention.base import Feature
+from kvproof.attention import CacheSpec, Capabilities, DType, Feature, Layout
 
 DTYPES: tuple[DType, ...] = get_args(DType)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

@@ -111,6 +111,7 @@ def run(backend: AttentionBackend, rows: Sequence[Row]) -> Ran:
     plan = planned(backend.spec, rows)
     size = backend.graph_rows(plan)
     if size is not None:
+        assert size in backend.graph_sizes, f"a step of {len(rows)} decodes is to be padded to {size}"
         plan = plan.pad(size)
     backend.plan(plan)
     layers = range(backend.spec.num_layers)

@@ -12,8 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvproof.allocator import InvalidArgument, KvproofError
-from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec, NotPlanned, UnsupportedSpec
-from kvproof.attention.base import Feature
+from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec, Feature, NotPlanned, UnsupportedSpec
 from kvproof.fuzz.conformance.batches import (
     BLOCK_SIZES,
     DTYPES,

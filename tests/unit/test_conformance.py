@@ -17,8 +17,7 @@ from hypothesis import Phase, given, seed, settings
 from torch import Tensor
 
 from kvproof.allocator import FIFO, LRU, BlockManager
-from kvproof.attention import AttentionBackend, BackendUnavailable, CacheSpec, Capabilities
-from kvproof.attention.base import Feature
+from kvproof.attention import AttentionBackend, BackendUnavailable, CacheSpec, Capabilities, Feature
 from kvproof.attention.reference import ReferenceAttention
 from kvproof.backend import Step, UnknownPlugin
 from kvproof.fuzz.conformance import (
