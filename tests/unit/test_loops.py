@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import sys
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any
 
@@ -60,12 +60,42 @@ HASHES = (xxh3_chained, weak, refused)
 NAMESPACES = (Namespace(), Namespace(salt="a"))
 
 
+class NosyLRU(LRU):
+    """Calls `look` before it does anything."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        super().__init__()
+        self._look = look
+
+    def insert(self, block: int, published: int) -> None:
+        self._look()
+        super().insert(block, published)
+
+    def remove(self, block: int) -> None:
+        self._look()
+        super().remove(block)
+
+    def pop(self) -> int:
+        self._look()
+        return super().pop()
+
+
 class Side:
-    """A manager, its sequences and its batch; an operation is named by integers, which fit any state."""
+    """A manager, its sequences and its batch; an operation is named by integers, which fit any state.
+
+    A nosy one looks at the rows of the batch whenever it is called back.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        policy = FIFO() if options.pop("fifo") else LRU()
-        self.manager = BlockManager(**options, policy=policy)
+        fifo, nosy, hash_block = options.pop("fifo"), options.pop("nosy", False), options.pop("hash_block")
+
+        def nosy_hash(tokens: bytes, parent_hash: int) -> int:
+            self.look_at_rows()
+            hash: int = hash_block(tokens, parent_hash)
+            return hash
+
+        policy = NosyLRU(self.look_at_rows) if nosy else FIFO() if fifo else LRU()
+        self.manager = BlockManager(**options, policy=policy, hash_block=nosy_hash if nosy else hash_block)
         self.batch: DecodeBatch = self.manager.decode_batch(4)
         self.seqs: list[Sequence] = []
         self.pins: list[Any] = []
@@ -76,7 +106,12 @@ class Side:
         try:
             return getattr(self, name)(a, b)
         except KvproofError as error:
+            self.look_at_rows()  # which of them it has brought up to date before is its own affair
             return type(error).__name__, str(error)
+
+    def look_at_rows(self) -> None:
+        for seq in self.batch:
+            len(seq)
 
     def seq(self, a: int) -> Sequence:
         return self.seqs[a % len(self.seqs)]
@@ -149,9 +184,25 @@ class Side:
         return [self.step(a + i, b) for i in range(1 + b % 9)]
 
     def view(self, a: int, b: int) -> object:
-        """Someone reads a table through its buffer, which therefore can't grow."""
-        with memoryview(self.seq(a).block_table):
-            return self.step(a, b)
+        """Someone reads every second row's table through its buffer, which therefore can't grow."""
+        with ExitStack() as stack:
+            for seq in [*self.batch][a % 2 :: 2]:
+                stack.enter_context(memoryview(seq.block_table))
+            return self.steps_in_a_row(a, b)
+
+    def misstep(self, a: int, b: int) -> object:
+        """No tokens for the rows, or too many, or some of an iterator, or before they have slots."""
+        n = len(self.batch)
+        tokens: list[Iterable[Any]] = [[-1] * n, [0] * (n + 1), ["0"] * n, iter([a % 2] * n), [b % 2] * n]
+        return [merge[1:] for merge in self.batch.commit(tokens[b % 5])]
+
+    def steps_to_the_end(self, a: int, b: int) -> object:
+        """And no row is released for want of a block, or because it is at its `max_length`."""
+        for i in range(1 + b % 30):
+            if left := self.batch.reserve():
+                return len(left)
+            self.batch.commit([(a + i) % 2] * len(self.batch))
+        return None
 
     def look(self, a: int, b: int) -> object:
         return len(self.seq(a)), list(self.seq(a).tokens())
@@ -176,8 +227,8 @@ class Side:
 
 # Twice what makes something to do for the rest.
 OPERATIONS = ["create", "prefill", "join", "steps_in_a_row"] * 2 + [
-    "admit", "append", "commit", "fork", "launch", "leave", "look", "pin", "release", "release", "reserve", "retire",
-    "step", "truncate", "unpin", "view",
+    "admit", "append", "commit", "fork", "launch", "leave", "look", "misstep", "pin", "release", "release", "reserve",
+    "retire", "step", "steps_to_the_end", "truncate", "unpin", "view",
 ]  # fmt: skip
 
 options = st.fixed_dictionaries(
@@ -190,6 +241,7 @@ options = st.fixed_dictionaries(
         "hash_block": st.sampled_from(HASHES),
         "events": st.sampled_from([False, False, False, True]),
         "fifo": st.sampled_from([False, False, False, True]),
+        "nosy": st.sampled_from([False, False, False, True]),
     }
 )
 operations = st.lists(
