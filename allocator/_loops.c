@@ -17,14 +17,19 @@
 #include <stdint.h>
 #include <string.h>
 
+#if PY_BIG_ENDIAN
+#error "keys are little-endian integers, and these loops take them from memory as they are: do without the loops"
+#endif
+
 #define PLACE_BITS 32
 
 #define NAMES(X) \
     X(_buckets) X(_cached) X(_content) X(_due) X(_empty) X(_free_places) X(_hashes) X(_key_size) X(_keys) \
-    X(_last_number) X(_length) X(_links) X(_log) X(_more_blocks) X(_more_key) X(_num_columns) X(_num_computed) \
-    X(_num_reserved) X(_num_steps) X(_prepare_row) X(_publish_row) X(_published) X(_records) X(_refs) X(_row) \
-    X(_rows) X(_serve_row) X(_settled_at) X(_starved) X(_table) X(_tables) X(_tokens) X(append) X(capacity) X(clock) \
-    X(evictions) X(frombytes) X(max_length) X(media) X(num_free) X(num_reserved) X(published) X(residency)
+    X(_last_number) X(_length) X(_links) X(_log) X(_log_steps) X(_more_blocks) X(_more_key) X(_num_columns) \
+    X(_num_computed) X(_num_reserved) X(_num_steps) X(_prepare_row) X(_publish_row) X(_published) X(_records) X(_refs) \
+    X(_row) X(_rows) X(_serve_row) X(_settled_at) X(_starved) X(_table) X(_tables) X(_tokens) X(append) X(clock) \
+    X(evictions) X(frombytes) X(make_room) X(max_length) X(media) X(num_free) X(num_reserved) X(published) \
+    X(residency) X(take)
 
 #define DECLARE(name) static PyObject *s_##name;
 NAMES(DECLARE)

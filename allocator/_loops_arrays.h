@@ -21,6 +21,17 @@ static int set_int(PyObject *owner, PyObject *name, int64_t n)
     return status;
 }
 
+/* `owner.method(n)`; a name that was not interned would fill the interpreter's cache of methods. */
+static PyObject *call_with_int(PyObject *owner, PyObject *method, int64_t n)
+{
+    PyObject *number = PyLong_FromLongLong(n);
+    if (number == NULL)
+        return NULL;
+    PyObject *answer = PyObject_CallMethodOneArg(owner, method, number);
+    Py_DECREF(number);
+    return answer;
+}
+
 /* The memory of an array, while it is open. A struct that is all zeros is closed. */
 typedef struct {
     Py_buffer view;
@@ -131,9 +142,9 @@ static int last_word(PyObject *array, uint64_t *word)
 static Py_ssize_t lengthen(PyObject *array, Py_ssize_t more)
 {
     Py_ssize_t length = PyObject_Size(array);
-    PyObject *zeros = PyBytes_FromStringAndSize(NULL, more * (Py_ssize_t)sizeof(int32_t));
-    PyObject *done = length < 0 || zeros == NULL ? NULL : PyObject_CallMethodOneArg(array, s_frombytes, zeros);
-    Py_XDECREF(zeros);
+    PyObject *space = PyBytes_FromStringAndSize(NULL, more * (Py_ssize_t)sizeof(int32_t));
+    PyObject *done = length < 0 || space == NULL ? NULL : PyObject_CallMethodOneArg(array, s_frombytes, space);
+    Py_XDECREF(space);
     if (done == NULL)
         return -1;
     Py_DECREF(done);
@@ -142,10 +153,29 @@ static Py_ssize_t lengthen(PyObject *array, Py_ssize_t more)
 
 static int cut(PyObject *array, Py_ssize_t length)
 {
+    return PySequence_DelSlice(array, length, PY_SSIZE_T_MAX);
+}
+
+/* An error, or none, while what it leaves behind is put in order. */
+typedef struct {
     PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback); /* of the error, if any, that this cleans up after */
-    int status = PySequence_DelSlice(array, length, PY_SSIZE_T_MAX);
-    if (status == 0)
-        PyErr_Restore(type, value, traceback);
-    return status;
+} Error;
+
+static Error set_aside(void)
+{
+    Error error;
+    PyErr_Fetch(&error.type, &error.value, &error.traceback);
+    return error;
+}
+
+/* Raise it again, unless another one has come since. */
+static void take_up(Error error)
+{
+    if (!PyErr_Occurred())
+        PyErr_Restore(error.type, error.value, error.traceback);
+    else {
+        Py_XDECREF(error.type);
+        Py_XDECREF(error.value);
+        Py_XDECREF(error.traceback);
+    }
 }

@@ -14,10 +14,14 @@ static int schedule(PyObject *due, PyObject *seq, int64_t step, int64_t num_comp
     PyObject *bucket = PyDict_GetItemWithError(due, at);
     if (bucket != NULL)
         status = PyDict_SetItem(bucket, seq, Py_None);
-    else if (!PyErr_Occurred() && (bucket = PyDict_New()) != NULL) {
-        if (PyDict_SetItem(bucket, seq, Py_None) == 0)
+    else if (!PyErr_Occurred()) {
+        int collects = PyGC_Disable(); /* views are open, and Python 3.11 may collect when a dict is made */
+        bucket = PyDict_New();
+        if (collects)
+            PyGC_Enable();
+        if (bucket != NULL && PyDict_SetItem(bucket, seq, Py_None) == 0)
             status = PyDict_SetItem(due, at, bucket);
-        Py_DECREF(bucket);
+        Py_XDECREF(bucket);
     }
     Py_DECREF(at);
     return status;
@@ -43,10 +47,10 @@ static void prefetch_row(PyObject *rows, Py_ssize_t i)
 }
 
 /* `DecodeBatch._settle`, with the batch's log. */
-static int settle(PyObject *seq, Array *log, int64_t num_steps, int64_t capacity)
+static int settle(PyObject *seq, Array *log, int64_t num_steps, int64_t log_steps)
 {
     int64_t settled_at = GET(seq, _settled_at), row = GET(seq, _row), num_computed = GET(seq, _num_computed);
-    int64_t behind = num_steps - settled_at, log_steps = log->n / capacity;
+    int64_t behind = num_steps - settled_at, capacity = log->n / log_steps;
     if (PyErr_Occurred())
         return -1;
     if (behind <= 0 || behind > log_steps || row < 0 || row >= capacity)
@@ -87,15 +91,9 @@ static int prepare_next(PyObject *seq, PyObject *hash_block, int64_t size)
     close_array(&tokens);
     if (key == NULL)
         return -1;
-    if (known)
-        hash = hash_of(hash_block, key, hash);
+    int status = known ? next_hash(hash_block, key, &hash) : 0;
     Py_DECREF(key);
-    int refused = is_refusal();
-    if (refused)
-        PyErr_Clear();
-    if (!known || refused)
-        return 0;
-    return PyErr_Occurred() || append_words(SLOT(seq, _hashes), &hash, 1) < 0 ? -1 : 1;
+    return status == 1 && append_words(SLOT(seq, _hashes), &hash, 1) < 0 ? -1 : status;
 }
 
 /* The keys of a dict of rows, in the order of their rows. */
@@ -120,18 +118,18 @@ typedef struct {
 } Batch;
 
 /* What can fail of a commit's work on its rows. */
-static int prepare_rows(Batch *batch, PyObject *rows, Array *log, int64_t capacity)
+static int prepare_rows(Batch *batch, PyObject *rows)
 {
     Py_ssize_t n = PyList_GET_SIZE(rows);
-    PyObject *done = PyObject_CallMethod(batch->index, "make_room", "n", 2 * n); /* for blocks, and perhaps roots */
+    PyObject *done = call_with_int(batch->index, s_make_room, 2 * n); /* for blocks, and perhaps roots */
     int status = done == NULL ? -1 : 1;
+    Array log = {0};
     Py_XDECREF(done);
-    if (status < 0 || open_attribute(batch->batch, s__log, log) < 0)
+    if (status < 0 || open_attribute(batch->batch, s__log, &log) < 0)
         return -1;
     for (Py_ssize_t i = 0; status >= 0 && i < n; i++, prefetch_row(rows, i))
-        status = settle(PyList_GET_ITEM(rows, i), log, batch->step - 1, capacity);
-    batch->log_steps = log->n / capacity;
-    close_array(log);
+        status = settle(PyList_GET_ITEM(rows, i), &log, batch->step - 1, batch->log_steps);
+    close_array(&log);
     for (Py_ssize_t i = 0; status >= 0 && i < n; i++) {
         PyObject *seq = PyList_GET_ITEM(rows, i);
         status = prepare_next(seq, batch->hash_block, batch->size);
@@ -190,18 +188,19 @@ static int publish_row(Batch *batch, PyObject *seq, int32_t token)
     return status;
 }
 
-/* The rows' part of a commit that has happened; `merges` is a list. */
-static int publish_rows(Batch *batch, PyObject *rows, const int32_t *sampled, int plain, PyObject *merges)
+/* The rows' part of a commit of `n` tokens that has happened; `merges` is a list. */
+static int publish_rows(Batch *batch, PyObject *rows, const int32_t *sampled, Py_ssize_t n, int plain, PyObject *merges)
 {
     int status = 1, open = 0;
     for (Py_ssize_t i = 0; status >= 0 && i < PyList_GET_SIZE(rows); i++) {
         PyObject *seq = PyList_GET_ITEM(rows, i);
+        int64_t row = GET(seq, _row);
         status = 0;
-        if (plain) {
+        if (plain && row < n) {
             if (!open && open_press(batch->index, batch->pool, &batch->press) < 0)
                 return -1;
             open = 1;
-            status = publish_row(batch, seq, sampled[GET(seq, _row)]);
+            status = publish_row(batch, seq, sampled[row]);
         }
         if (status == 0) {
             if (open && close_press(&batch->press, 0) < 0)
@@ -220,8 +219,8 @@ static PyObject *commit_batch(PyObject *module, PyObject *const *args, Py_ssize_
 {
     PyObject *tokens = args[1], *counters = args[6], *number = NULL, *bucket = NULL, *rows = NULL, *merges = NULL;
     Batch batch = {.batch = args[0], .index = args[2], .pool = args[3], .hash_block = args[4],
-                     .size = PyLong_AsLongLong(args[5]), .step = get_int(args[0], s__num_steps) + 1};
-    int64_t capacity = get_int(batch.batch, s_capacity);
+                     .size = PyLong_AsLongLong(args[5]), .step = get_int(args[0], s__num_steps) + 1,
+                     .log_steps = get_int(args[0], s__log_steps)};
     int plain = args[7] == Py_True;
     Array log = {0};
     int32_t *sampled = NULL;
@@ -244,17 +243,24 @@ static PyObject *commit_batch(PyObject *module, PyObject *const *args, Py_ssize_
     if ((number = PyLong_FromLongLong(batch.step)) == NULL)
         goto end;
     if ((bucket = PyDict_GetItemWithError(batch.due, number)) != NULL) {
-        if ((rows = rows_in_order(bucket)) == NULL || prepare_rows(&batch, rows, &log, capacity) < 0)
+        if ((rows = rows_in_order(bucket)) == NULL || prepare_rows(&batch, rows) < 0)
             goto end;
     } else if (PyErr_Occurred())
         goto end;
     if ((merges = PyList_New(0)) == NULL || open_attribute(batch.batch, s__log, &log) < 0)
         goto failed;
-    memcpy(log.ints + (batch.step - 1) % (log.n / capacity) * capacity, sampled, (size_t)n * sizeof *sampled);
+    int64_t capacity = log.n / batch.log_steps;
+    if (n <= capacity)
+        memcpy(log.ints + (batch.step - 1) % batch.log_steps * capacity, sampled, (size_t)n * sizeof *sampled);
     close_array(&log);
+    if (n > capacity) {
+        Py_SETREF(merges, Py_NewRef(Py_None));
+        goto end;
+    }
     if (PyObject_SetAttr(batch.batch, s__num_steps, number) < 0)
         goto failed;
-    if (rows != NULL && (PyDict_DelItem(batch.due, number) < 0 || publish_rows(&batch, rows, sampled, plain, merges) < 0))
+    if (rows != NULL &&
+        (PyDict_DelItem(batch.due, number) < 0 || publish_rows(&batch, rows, sampled, n, plain, merges) < 0))
         goto failed;
     if (batch.published && set_int(counters, s_published, get_int(counters, s_published) + batch.published) < 0)
         goto failed;
@@ -271,31 +277,14 @@ end:
     return merges;
 }
 
-/* A row of a batch without a window gets one block more: 0 when it has, 1 where that is Python's, -1 for an error. */
-static int serve_row(Batch *batch, PyObject *seq, PyObject *block, Array *tables, int64_t num_columns)
+/* A sequence's `max_length`; -1 for one that is Python's, because it can be anything. */
+static int64_t longest(PyObject *seq)
 {
-    int64_t num_computed = GET(seq, _num_computed), end = GET(seq, _num_reserved) + batch->size;
-    PyObject *max_length = SLOT(seq, max_length), *table = SLOT(seq, _table);
-    Py_ssize_t entry = PyObject_Size(table);
-    int64_t at = GET(seq, _row) * num_columns + entry;
-    if (PyErr_Occurred())
-        return -1;
-    if (entry >= num_columns || at >= tables->n)
-        return 1;
-    if (max_length != Py_None && PyLong_AsLongLong(max_length) < end)
-        end = PyLong_AsLongLong(max_length);
-    PyObject *added = PyObject_CallMethodOneArg(table, s_append, block);
-    if (added == NULL && PyErr_ExceptionMatches(PyExc_BufferError)) {
-        PyErr_Clear();
-        return 1; /* Python makes another table */
-    }
-    if (added == NULL)
-        return -1;
-    Py_DECREF(added);
-    tables->ints[at] = (int32_t)PyLong_AsLong(block);
-    if (SET(seq, _num_reserved, end) < 0)
-        return -1;
-    return schedule(batch->due, seq, batch->step, num_computed, end, batch->size, batch->log_steps);
+    PyObject *max_length = SLOT(seq, max_length);
+    int overflow;
+    if (max_length == Py_None)
+        return INT64_MAX;
+    return PyLong_CheckExact(max_length) ? PyLong_AsLongLongAndOverflow(max_length, &overflow) : -1;
 }
 
 /* Whether every row of a list can be given a block as it is: its table has room in `num_columns`, and it is not at its
@@ -304,53 +293,83 @@ static int can_serve(PyObject *rows, int64_t num_columns)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++, prefetch_row(rows, i)) {
         PyObject *seq = PyList_GET_ITEM(rows, i);
-        if (SLOT(seq, max_length) != Py_None && GET(seq, max_length) == GET(seq, _num_computed))
-            return 0;
-        if (PyObject_Size(SLOT(seq, _table)) >= num_columns)
+        if (longest(seq) <= GET(seq, _num_computed) || PyObject_Size(SLOT(seq, _table)) >= num_columns)
             return 0;
     }
     return 1;
+}
+
+/* `DecodeBatch._serve_row` without a window: 1 when it is done, 0 where it is Python's, -1 for an error. */
+static int serve_row(Batch *batch, PyObject *seq, PyObject *block, Array *tables, int64_t num_columns)
+{
+    int64_t num_computed = GET(seq, _num_computed), end = GET(seq, _num_reserved) + batch->size;
+    int64_t max_length = longest(seq), at = GET(seq, _row) * num_columns;
+    PyObject *table = SLOT(seq, _table);
+    Py_ssize_t entry = PyObject_Size(table);
+    if (PyErr_Occurred())
+        return -1;
+    if (entry >= num_columns || at + entry >= tables->n || max_length < 0)
+        return 0;
+    PyObject *added = PyObject_CallMethodOneArg(table, s_append, block);
+    if (added == NULL && PyErr_ExceptionMatches(PyExc_BufferError)) {
+        PyErr_Clear();
+        return 0; /* Python makes another table */
+    }
+    if (added == NULL)
+        return -1;
+    Py_DECREF(added);
+    tables->ints[at + entry] = (int32_t)PyLong_AsLong(block);
+    end = end < max_length ? end : max_length;
+    if (SET(seq, _num_reserved, end) < 0)
+        return -1;
+    return schedule(batch->due, seq, batch->step, num_computed, end, batch->size, batch->log_steps) < 0 ? -1 : 1;
+}
+
+/* One block for each row of a list. */
+static int serve_rows(Batch *batch, PyObject *rows, PyObject *blocks, int64_t num_columns)
+{
+    int status = 1;
+    Array tables = {0};
+    for (Py_ssize_t i = 0; status >= 0 && i < PyList_GET_SIZE(rows); i++) {
+        PyObject *seq = PyList_GET_ITEM(rows, i), *block = PyList_GET_ITEM(blocks, i);
+        if (tables.ints == NULL && open_attribute(batch->batch, s__tables, &tables) < 0)
+            return -1;
+        status = serve_row(batch, seq, block, &tables, num_columns);
+        if (status == 0) {
+            close_array(&tables);
+            PyObject *done = PyObject_CallMethodObjArgs(batch->batch, s__serve_row, seq, block, NULL);
+            status = done == NULL ? -1 : 1;
+            Py_XDECREF(done);
+        }
+    }
+    close_array(&tables);
+    return status;
 }
 
 /* `DecodeBatch.reserve` of rows that all get a block; None, and nothing has happened, where it is Python's. */
 static PyObject *reserve_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Batch batch = {.batch = args[0], .pool = args[1], .size = PyLong_AsLongLong(args[2]),
-                    .step = get_int(args[0], s__num_steps)};
-    int64_t num_columns = get_int(batch.batch, s__num_columns), capacity = get_int(batch.batch, s_capacity);
+                    .step = get_int(args[0], s__num_steps), .log_steps = get_int(args[0], s__log_steps)};
+    int64_t num_columns = get_int(batch.batch, s__num_columns);
     PyObject *rows = NULL, *blocks = NULL, *number = NULL, *left = NULL;
-    Array tables = {0}, log = {0};
     batch.due = PyObject_GetAttr(batch.batch, s__due);
     batch.starved = PyObject_GetAttr(batch.batch, s__starved);
     if (PyErr_Occurred() || (rows = rows_in_order(batch.starved)) == NULL)
         goto end;
     Py_ssize_t n = PyList_GET_SIZE(rows);
     number = PyObject_GetAttr(batch.pool, s_num_free);
-    if (number == NULL || PyLong_AsSsize_t(number) < n || !can_serve(rows, num_columns)) {
-        left = number == NULL ? NULL : Py_NewRef(Py_None);
+    if (number == NULL)
+        goto end;
+    if (PyLong_AsSsize_t(number) < n || !can_serve(rows, num_columns)) {
+        left = Py_NewRef(Py_None);
         goto end;
     }
-    if ((blocks = PyObject_CallMethod(batch.pool, "take", "n", n)) == NULL ||
-        open_attribute(batch.batch, s__log, &log) < 0 || open_attribute(batch.batch, s__tables, &tables) < 0)
+    if ((blocks = call_with_int(batch.pool, s_take, n)) == NULL || serve_rows(&batch, rows, blocks, num_columns) < 0)
         goto end;
-    batch.log_steps = log.n / capacity;
-    int status = 0;
-    for (Py_ssize_t i = 0; status >= 0 && i < n; i++) {
-        PyObject *seq = PyList_GET_ITEM(rows, i), *block = PyList_GET_ITEM(blocks, i);
-        status = serve_row(&batch, seq, block, &tables, num_columns);
-        if (status == 1) { /* which lets the batch's arrays be as long as they are */
-            PyObject *done = PyObject_CallMethodObjArgs(batch.batch, s__serve_row, seq, block, NULL);
-            status = done == NULL ? -1 : 0;
-            Py_XDECREF(done);
-        }
-    }
-    if (status == 0) {
-        PyDict_Clear(batch.starved);
-        left = PyList_New(0);
-    }
+    PyDict_Clear(batch.starved);
+    left = PyList_New(0);
 end:
-    close_array(&tables);
-    close_array(&log);
     Py_XDECREF(rows);
     Py_XDECREF(blocks);
     Py_XDECREF(number);

@@ -43,6 +43,13 @@ static Record *record_of(Index *index, uint64_t node)
     return record_at(index, (uint32_t)node);
 }
 
+/* Whether there is such a node. Not of 0, which is none. */
+static int is_alive(Index *index, uint64_t node)
+{
+    Py_ssize_t place = (Py_ssize_t)(uint32_t)node;
+    return place + WORDS <= index->records.n && record_of(index, node)->node == node;
+}
+
 static char *key_at(Index *index, uint64_t place)
 {
     return index->keys.bytes + (Py_ssize_t)place / WORDS * index->key_size;
@@ -112,28 +119,24 @@ static PyObject *token_array(PyObject *module, PyObject *const *args, Py_ssize_t
     return array;
 }
 
-/* `hash_block(key, parent_hash)`, or 0 with an exception set. */
-static uint64_t hash_of(PyObject *hash_block, PyObject *key, uint64_t parent_hash)
+/* `hash_block(key, hash)` takes the place of `hash`, its parent's: 1 when it has, 0 where it is no 64-bit word, which
+ * Python says better, -1 for an error. */
+static int next_hash(PyObject *hash_block, PyObject *key, uint64_t *hash)
 {
-    PyObject *seed = PyLong_FromUnsignedLongLong(parent_hash);
+    PyObject *seed = PyLong_FromUnsignedLongLong(*hash);
     if (seed == NULL)
-        return 0;
+        return -1;
     PyObject *call[] = {key, seed};
-    PyObject *hash = PyObject_Vectorcall(hash_block, call, 2, NULL);
+    PyObject *answer = PyObject_Vectorcall(hash_block, call, 2, NULL);
     Py_DECREF(seed);
-    if (hash == NULL)
-        return 0;
-    uint64_t value = PyLong_AsUnsignedLongLong(hash);
-    Py_DECREF(hash);
-    return PyErr_Occurred() ? 0 : value;
-}
-
-/* Whether an exception may say that a hash is no 64-bit word, which Python says better. */
-static int is_refusal(void)
-{
+    if (answer == NULL)
+        return -1;
+    *hash = PyLong_AsUnsignedLongLong(answer);
+    Py_DECREF(answer);
     if (!PyErr_Occurred())
-        return 0;
-    return PyErr_ExceptionMatches(PyExc_OverflowError) || PyErr_ExceptionMatches(PyExc_TypeError);
+        return 1;
+    PyErr_Clear();
+    return 0;
 }
 
 /* The loop of `PrefixCache._hashes` without media: the hashes up to block `stop`, of which there is one already. Its
@@ -146,29 +149,32 @@ static PyObject *hash_run(PyObject *module, PyObject *const *args, Py_ssize_t na
     uint64_t hash, *hashes = NULL;
     int32_t *copy = NULL;
     Array tokens = {0};
+    int status = 1;
     if (PyErr_Occurred())
         return NULL;
     if (n <= 0)
         Py_RETURN_NONE;
     if (last_word(SLOT(seq, _hashes), &hash) < 0 || open_array(SLOT(seq, _tokens), &tokens) < 0)
         return NULL;
-    if (stop <= tokens.n / size && (copy = PyMem_New(int32_t, n * size)) != NULL && (hashes = PyMem_New(uint64_t, n)) != NULL)
+    if (stop > tokens.n / size)
+        n = 0;
+    else if ((copy = PyMem_New(int32_t, n * size)) == NULL || (hashes = PyMem_New(uint64_t, n)) == NULL) {
+        PyErr_NoMemory();
+        status = -1;
+    } else
         memcpy(copy, tokens.ints + first * size, (size_t)(n * size) * sizeof *copy);
     close_array(&tokens);
-    for (; hashes != NULL && done < n; done++) {
+    while (status == 1 && done < n) {
         PyObject *key = PyBytes_FromStringAndSize((char *)(copy + done * size), size * (Py_ssize_t)sizeof *copy);
-        hash = key == NULL ? 0 : hash_of(hash_block, key, hash);
+        status = key == NULL ? -1 : next_hash(hash_block, key, &hash);
         Py_XDECREF(key);
-        if (hash == 0 && PyErr_Occurred())
-            break;
-        hashes[done] = hash;
+        if (status == 1)
+            hashes[done++] = hash;
     }
-    int status = done == n || is_refusal() ? 0 : -1;
-    if (status == 0) {
-        PyErr_Clear();
-        status = append_words(SLOT(seq, _hashes), hashes, done);
-    } else if (!PyErr_Occurred())
-        PyErr_NoMemory();
+    Error error = set_aside();
+    if (done && append_words(SLOT(seq, _hashes), hashes, done) < 0)
+        status = -1;
+    take_up(error);
     PyMem_Free(copy);
     PyMem_Free(hashes);
     if (status < 0)
@@ -203,15 +209,17 @@ static PyObject *spread(PyObject *module, PyObject *const *args, Py_ssize_t narg
 /* The loop of `PrefixCache.find` over blocks `first` to `stop`, whose hashes are known: the nodes after `parent`. */
 static PyObject *find_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *seq = args[2], *nodes = NULL;
+    PyObject *seq = args[2], *nodes = PyList_New(0);
     uint64_t parent = PyLong_AsUnsignedLongLong(args[1]);
     Py_ssize_t first = PyLong_AsSsize_t(args[3]), stop = PyLong_AsSsize_t(args[4]), size = PyLong_AsSsize_t(args[5]);
     Index index;
     Array tokens = {0}, hashes = {0};
-    if (PyErr_Occurred() || open_index(args[0], &index) < 0)
+    if (PyErr_Occurred() || open_index(args[0], &index) < 0) {
+        Py_XDECREF(nodes);
         return NULL;
-    if (open_array(SLOT(seq, _tokens), &tokens) == 0 && open_array(SLOT(seq, _hashes), &hashes) == 0)
-        nodes = PyList_New(0);
+    }
+    if (open_array(SLOT(seq, _tokens), &tokens) < 0 || open_array(SLOT(seq, _hashes), &hashes) < 0)
+        Py_CLEAR(nodes);
     for (Py_ssize_t i = first; nodes != NULL && i < stop && (i + 1) * size <= tokens.n && i < hashes.n; i++) {
         Record *record = find(&index, parent, (char *)(tokens.ints + i * size), hashes.words[i]);
         if (record == NULL)

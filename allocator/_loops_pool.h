@@ -147,8 +147,10 @@ static PyObject *release_run(PyObject *module, PyObject *const *args, Py_ssize_t
     status = close_ring(&ring, status);
     close_pool(&pool);
     close_array(&stack);
+    Error error = set_aside();
     if (cut(empty, num_empty) < 0)
         status = -1;
+    take_up(error);
     Py_DECREF(empty);
     return status < 0 ? NULL : PyLong_FromSsize_t(done);
 }

@@ -26,27 +26,32 @@ static void forget_leaf(Index *index, uint64_t place)
 static int is_plain_leaf(Index *index, PyObject *more_blocks, int64_t block, uint64_t node)
 {
     Record *leaf = record_of(index, node);
-    if (leaf->child || (int64_t)leaf->block != block || has(more_blocks, node) || has(index->more_key, node))
+    if (!is_alive(index, node) || leaf->child || (int64_t)leaf->block != block)
+        return 0;
+    if (has(more_blocks, node) || has(index->more_key, node))
         return 0;
     return leaf->older || leaf->younger || record_of(index, leaf->parent)->parent != 0;
 }
 
-/* A number in a list of them, with a reference to its block. */
+/* A block gets a reference, and a list its number; 0 where there is no memory for that, and nothing has happened. */
 static int hand_out(Pool *pool, PyObject *blocks, int32_t block)
 {
     PyObject *number = PyLong_FromLong(block);
     int status = number == NULL ? -1 : PyList_Append(blocks, number);
     Py_XDECREF(number);
-    if (status == 0)
-        pool->refs.ints[block] = 1;
-    return status;
+    if (status < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    pool->refs.ints[block] = 1;
+    return 1;
 }
 
 /* Ask for the memory that evicting the blocks after this place in the ring will touch: where a link leads, then what
  * is there, is known one step at a time. */
 static int32_t prefetch_leaf(Pool *pool, Index *index, Ring *ring, int32_t place)
 {
-    if (place == 0)
+    if (place == 0 || !is_block(pool, place - 1))
         return 0;
     int32_t next = ((Link *)ring->links.ints)[place].next, block = place - 1;
     __builtin_prefetch(&((Link *)ring->links.ints)[next]);
@@ -67,44 +72,42 @@ static PyObject *take_run(PyObject *module, PyObject *const *args, Py_ssize_t na
     PyObject *pool_object = args[0], *index_object = args[1], *counters = args[2], *blocks = PyList_New(0);
     PyObject *more_blocks = NULL, *free_places = NULL;
     PyObject *empty = PyObject_GetAttr(pool_object, s__empty);
-    Py_ssize_t n = PyLong_CheckExact(args[4]) ? PyLong_AsSsize_t(args[4]) : 0, num_free = -1, done = 0;
+    int overflow;
+    int64_t n = PyLong_CheckExact(args[4]) ? PyLong_AsLongLongAndOverflow(args[4], &overflow) : 0, done = 0;
+    Py_ssize_t num_free = -1;
     Pool pool = {0};
     Index index = {0};
     Ring ring = {0};
     Array stack = {0}, places = {0};
     int64_t residency = 0, evictions = 0;
-    if (PyErr_Occurred()) { /* no such number of blocks */
-        PyErr_Clear();
-        n = 0;
-    }
-    int status = blocks == NULL || empty == NULL || open_pool(pool_object, &pool) < 0 || open_ring(pool_object, args[3], &ring) < 0 ||
-                         open_array(empty, &stack) < 0
+    int status = blocks == NULL || empty == NULL || open_pool(pool_object, &pool) < 0 ||
+                         open_ring(pool_object, args[3], &ring) < 0 || open_array(empty, &stack) < 0
                      ? -1
                      : 0;
     Py_ssize_t num_empty = stack.n;
-    if (n > num_empty + ring.length)
+    if (status < 0 || n > num_empty + ring.length)
         n = 0;
-    for (; status == 0 && done < n && num_empty; done++)
-        status = hand_out(&pool, blocks, stack.ints[--num_empty]);
-    close_array(&stack);
-    if (done && cut(empty, num_empty) < 0)
+    if (n > num_empty &&
+        ((more_blocks = PyObject_GetAttr(index_object, s__more_blocks)) == NULL ||
+         (free_places = PyObject_GetAttr(index_object, s__free_places)) == NULL ||
+         open_index(index_object, &index) < 0 || (num_free = lengthen(free_places, n - num_empty)) < 0 ||
+         open_array(free_places, &places) < 0)) {
         status = -1;
-    if (status == 0 && done < n) {
-        if ((more_blocks = PyObject_GetAttr(index_object, s__more_blocks)) == NULL ||
-            (free_places = PyObject_GetAttr(index_object, s__free_places)) == NULL ||
-            open_index(index_object, &index) < 0 || (num_free = lengthen(free_places, n - done)) < 0 ||
-            open_array(free_places, &places) < 0)
-            status = -1;
-        int32_t ahead = status == 0 && ring.length > 0 ? ((Link *)ring.links.ints)->next : 0;
+        n = 0;
+    }
+    while (done < n && num_empty && hand_out(&pool, blocks, stack.ints[num_empty - 1])) {
+        num_empty--;
+        done++;
+    }
+    if (done < n && num_empty == 0) {
+        int32_t ahead = ((Link *)ring.links.ints)->next;
         for (int i = 0; i < 6; i++)
             ahead = prefetch_leaf(&pool, &index, &ring, ahead);
-        for (; status == 0 && done < n && ring.length > 0; done++, evictions++) {
+        for (; done < n && ring.length > 0; done++, evictions++) {
             int32_t block = ((Link *)ring.links.ints)->next - 1;
             ahead = prefetch_leaf(&pool, &index, &ring, ahead);
             uint64_t node = is_block(&pool, block) && pool.refs.ints[block] == 0 ? pool.content.words[block] : 0;
-            if (node == 0 || !is_plain_leaf(&index, more_blocks, block, node))
-                break;
-            if ((status = hand_out(&pool, blocks, block)) < 0)
+            if (node == 0 || !is_plain_leaf(&index, more_blocks, block, node) || !hand_out(&pool, blocks, block))
                 break;
             ring_remove(&ring, block);
             forget_leaf(&index, (uint32_t)node);
@@ -112,21 +115,20 @@ static PyObject *take_run(PyObject *module, PyObject *const *args, Py_ssize_t na
             places.places[num_free++] = (uint32_t)node;
             residency += pool.clock + done + 1 - (int64_t)pool.published.words[block];
         }
-        close_array(&places);
-        close_index(&index);
-        if (num_free >= 0 && cut(free_places, num_free) < 0)
-            status = -1;
     }
     int64_t clock = pool.clock + done;
+    close_array(&stack);
+    close_array(&places);
+    close_index(&index);
     status = close_ring(&ring, status);
     close_pool(&pool);
-    if (status == 0 && done)
-        status = set_int(pool_object, s_clock, clock);
-    if (status == 0 && evictions)
-        status = set_int(counters, s_evictions, get_int(counters, s_evictions) + evictions) < 0 ||
-                         set_int(counters, s_residency, get_int(counters, s_residency) + residency) < 0
-                     ? -1
-                     : 0;
+    Error error = set_aside();
+    if ((done && cut(empty, num_empty) < 0) || (num_free >= 0 && cut(free_places, num_free) < 0) ||
+        (done && set_int(pool_object, s_clock, clock) < 0) ||
+        (evictions && (set_int(counters, s_evictions, get_int(counters, s_evictions) + evictions) < 0 ||
+                       set_int(counters, s_residency, get_int(counters, s_residency) + residency) < 0)))
+        status = -1;
+    take_up(error);
     Py_XDECREF(empty);
     Py_XDECREF(more_blocks);
     Py_XDECREF(free_places);
@@ -149,13 +151,11 @@ static int close_press(Press *press, int status)
 {
     if (press->places.ints != NULL) {
         close_array(&press->places);
-        PyObject *type, *value, *traceback;
-        PyErr_Fetch(&type, &value, &traceback);
+        Error error = set_aside();
         if (cut(press->free_places, press->num_free) < 0 ||
             set_int(press->index_object, s__last_number, press->last_number) < 0)
             status = -1;
-        else
-            PyErr_Restore(type, value, traceback);
+        take_up(error);
     }
     Py_CLEAR(press->free_places);
     close_index(&press->index);

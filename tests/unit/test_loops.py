@@ -351,7 +351,7 @@ def test_nothing_is_leaked_or_given_back_twice() -> None:
     evictions = drive(3000).stats().evictions
     gc.collect()
     assert evictions > 3000
-    assert abs(sys.getallocatedblocks() - blocks) < 200
+    assert abs(sys.getallocatedblocks() - blocks) < 20
     assert all(abs(sys.getrefcount(constant) - count) < 50 for constant, count in zip(constants, counts, strict=True))
 
 
@@ -378,3 +378,127 @@ def test_a_hash_function_that_fails_leaks_nothing() -> None:
     gc.collect()
     assert abs(sys.getallocatedblocks() - blocks) < 100
     manager.check()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, TypeError, OverflowError])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_hash_function_that_fails_is_called_as_often_and_heard(error: type[Exception], batched: bool) -> None:
+    """What it has answered before it failed is kept, and its own error is no refusal of what it answers."""
+
+    def life() -> object:
+        calls: list[int] = []
+
+        def fails(tokens: bytes, parent_hash: int) -> int:
+            calls.append(len(calls))
+            if len(calls) == 5:
+                raise error("of the hash function")
+            return xxh3_chained(tokens, parent_hash)
+
+        manager = BlockManager(40, 2, hash_block=fails)
+        seq = manager.sequence(range(7 if batched else 12))
+        assert manager.admit(seq) == "now"
+        batch = manager.decode_batch(1)
+        manager.commit(seq, 6 if batched else 4)
+        if batched:
+            batch.add(seq)
+            batch.commit([9])
+        with pytest.raises(error, match="of the hash function"):
+            batch.commit([9]) if batched else manager.commit(seq, 8)
+        manager.check()
+        return calls, seq._hashes, seq.tokens(), seq.num_computed, len(calls)
+
+    with using(False):
+        expected = life()
+    assert life() == expected
+
+
+@pytest.mark.parametrize("max_length", [10**30, float("inf"), 2**31 - 1])
+def test_a_row_may_become_as_long_as_anybody_says(max_length: Any) -> None:
+    manager = BlockManager(8, 2)
+    batch = manager.decode_batch(1)
+    seq = manager.sequence([1, 2, 3], max_length=4)
+    manager.admit(seq)
+    manager.commit(seq, 2)
+    batch.add(seq)
+    seq.max_length = max_length
+    for token in range(9):
+        assert batch.reserve() == []
+        batch.commit([token])
+    assert (seq.num_computed, seq.num_reserved, len(seq.block_table)) == (11, 12, 6)
+
+
+def test_a_policy_that_holds_what_is_no_block_is_refused() -> None:
+    policy = LRU()
+    policy.insert(10**6, 0)
+    pool = BlockManager(4, 2, policy=policy).pool
+    with pytest.raises(KvproofError, match="there is no block 1000000"):
+        pool.take(5)
+    assert pool.free_lists()[0] == [0, 1, 2, 3]
+
+
+def test_what_can_fail_of_taking_blocks_fails_before_the_first_one() -> None:
+    """An array that can't grow stands for memory that is not there."""
+    manager = BlockManager(6, 1)
+    seq = manager.sequence(range(4))
+    manager.admit(seq)
+    manager.commit(seq, 4)
+    manager.release(seq)
+    with memoryview(manager.index._free_places), pytest.raises(BufferError):
+        manager.pool.take(4)
+    manager.check()
+    assert manager.pool.take(4) == [4, 5, 3, 2]
+
+
+def test_nothing_else_runs_while_a_view_is_open() -> None:
+    """A collection calls what waits for its objects, in Python 3.11 in the middle of an allocation."""
+    manager = BlockManager(60, 2)
+    batch = manager.decode_batch(3)
+    runs, open_views = 0, []
+
+    def probe(phase: str, info: object) -> None:
+        nonlocal runs
+        runs += 1
+        index, pool = manager.index, manager.pool
+        arrays: list[Any] = [index._records, index._keys, index._buckets, index._free_places, pool._refs, pool._content]
+        arrays += [pool._published, pool._empty, batch._log, batch._tables]
+        for seq in batch:
+            arrays += [seq._tokens, seq._hashes, seq._table]
+        for part in arrays:
+            try:
+                part.append(0)
+                part.pop()
+            except BufferError:
+                open_views.append(sys._getframe(1).f_code.co_name)
+
+    hoard: list[object] = []
+
+    def hungry() -> None:
+        """The interpreter keeps some dead lists and dicts: without them, the next new one may set a collection off."""
+        hoard.append(([[] for _ in range(100)], [{} for _ in range(100)]))
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1)
+    gc.callbacks.append(probe)
+    try:
+        for i in range(6):
+            seq = manager.sequence([1, 1, 1, i], max_length=20 + i)
+            hungry()
+            manager.admit(seq)
+            manager.commit(seq, len(seq) - seq.num_computed)
+            seq.append(i)
+            manager.reserve(seq, 1 + i)
+            if len(batch) < 3:
+                batch.add(seq)
+            else:
+                manager.release(seq)
+            for token in range(i):
+                hungry()
+                batch.reserve()
+                hungry()
+                batch.commit([token] * len(batch))
+    finally:
+        gc.callbacks.remove(probe)
+        gc.set_threshold(*thresholds)
+    assert runs > 100
+    assert open_views == []
