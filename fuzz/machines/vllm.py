@@ -33,7 +33,7 @@ from kvproof.fuzz.machines.vllm_scenarios import SCENARIOS
 from kvproof.fuzz.planted import Fault
 
 WHICH = st.integers(0, 31)
-NAMESPACES = st.sampled_from(((None, None),) * 6 + (("x", None), (None, "x")))
+NAMESPACES = st.sampled_from(((None, None),) * 6 + (("x", None), (None, "y")))
 MEDIA = st.sampled_from(((),) * 6 + ((("cat", 1, 3),), (("dog", 1, 3),), (("cat", 2, 3),)))
 
 

@@ -23,22 +23,23 @@ def preempted_before_it_ran() -> None:
     never written: this case shows it, and that ours does not.
     """
     shape = Shape(
-        num_blocks=10, block_size=2, max_model_len=18, max_batched_tokens=8, max_seqs=4, policy="priority",
+        num_blocks=8, block_size=2, max_model_len=14, max_batched_tokens=8, max_seqs=4, policy="priority",
         long_prefill=4, whole_prompt_must_fit=False,
     )  # fmt: skip
 
     def run(scheduler_class: Callable[..., Any]) -> int:
         engine = Engine(scheduler_class, shape)
-        engine.add(Ask("0", (0, 1, 2) * 5 + (0, 1), max_tokens=1, priority=2))
-        engine.step()
-        engine.add(Ask("1", (1, 1), max_tokens=3, priority=0))
+        engine.add(Ask("0", (2,), max_tokens=1))  # it is gone when the others meet
+        engine.add(Ask("1", (0, 1, 2) * 4 + (0,), max_tokens=1, priority=2))
+        assert engine.step()["scheduled"] == {"0": 1, "1": 4}
+        engine.add(Ask("2", (1, 1), max_tokens=3))
         steps = [engine.step() for _ in range(4)]
-        assert [step["preempted"] for step in steps] == [[], ["0"], [], []]
-        hits: int = steps[3]["hits of resumed requests"]["0"]
+        assert [step["preempted"] for step in steps] == [[], ["1"], [], []]
+        hits: int = steps[3]["hits of resumed requests"]["1"]
         return hits
 
-    assert run(Scheduler) == 12, "two chunks were computed, of 8 and 4 tokens"
-    assert "token 12" in refusal(WrongRead, lambda: run(StockScheduler)), "vLLM has found what was never written"
+    assert run(Scheduler) == 8, "two chunks of 4 tokens were computed"
+    assert "token 8," in refusal(WrongRead, lambda: run(StockScheduler)), "vLLM has found what was never written"
 
 
 def refused_by_name() -> None:
@@ -92,7 +93,7 @@ def events_are_vllms() -> None:
     """The same blocks, under the same hashes and with the same keys, as vLLM's own manager tells of."""
     asks = [
         Ask("0", (0, 1, 2, 0, 1, 2, 0, 1, 2), max_tokens=6, salt="x"),
-        Ask("1", (0, 1, 2, 0, 1, 2, 0, 1, 2), max_tokens=3, adapter="x"),
+        Ask("1", (0, 1, 2, 0, 1, 2, 0, 1, 2), max_tokens=3, adapter="y"),
         Ask("2", (2, 2, 2, 2, 2, 2), max_tokens=3, media=(("cat", 1, 4),)),
         Ask("3", (2, 2, 2, 2, 2, 2, 1, 1), max_tokens=9, media=(("cat", 1, 4),)),
         Ask("4", (1,) * 20, max_tokens=2),
@@ -130,6 +131,15 @@ def facts(event: Any) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
+def a_salt_is_no_adapter() -> None:
+    """Not even when they are spelt alike, which vLLM mistakes for each other until 0.30."""
+    engine = Engine(Scheduler, Shape())
+    for ask in (Ask("0", (0,) * 9, salt="x"), Ask("1", (0,) * 9, adapter="x"), Ask("2", (0,) * 9, salt="x")):
+        engine.add(ask)
+        engine.step()
+    assert engine.hits == {"0": 0, "1": 0, "2": 8}
+
+
 def a_session_goes_on() -> None:
     """A request that waits for more input keeps its blocks; what comes then may bring an image."""
     shape = Shape(num_blocks=30, block_size=2)
@@ -147,7 +157,7 @@ def a_session_goes_on() -> None:
             for _ in range(6):
                 engine.step()
         session = engine.scheduler.requests["0"]
-        assert (session.status.name, session.num_tokens) == ("WAITING_FOR_STREAMING_REQ", 17)
+        assert session.status.name == "WAITING_FOR_STREAMING_REQ"
         tokens = tuple(session.all_token_ids)
         engine.scheduler.add_request(first.request(shape))  # the end of the session
         engine.add(Ask("1", tokens))
@@ -156,7 +166,9 @@ def a_session_goes_on() -> None:
         hits.append((engine.hits["1"], engine.hits["2"]))
         engine.run_dry()
         assert engine.scheduler.kv_cache_manager.usage == 0
-    assert hits == [(8, 16), (8, 16)]
+    stock, ours = hits
+    assert ours[0] == 8 < ours[1], hits
+    assert stock in (ours, (6, 8)), f"{hits}: until 0.31, vLLM keeps the hash of the block that lost a token"
 
 
 def common_prefix() -> None:
@@ -232,6 +244,7 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     refused_by_name,
     blocks_are_given_back_later,
     events_are_vllms,
+    a_salt_is_no_adapter,
     a_session_goes_on,
     common_prefix,
     pool_refuses_a_double_free,

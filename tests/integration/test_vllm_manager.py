@@ -17,6 +17,7 @@ CASES = [
     "refused_by_name",
     "blocks_are_given_back_later",
     "events_are_vllms",
+    "a_salt_is_no_adapter",
     "a_session_goes_on",
     "common_prefix",
     "pool_refuses_a_double_free",
