@@ -7,11 +7,7 @@ depends on the machine, and each of them is still the same.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,13 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
-import xxhash
-
-from kvproof.allocator import KvproofError
 from kvproof.fuzz.measure import combined
-from kvproof.fuzz.targets import MACHINES
+from kvproof.fuzz.plan import Plan, seed_of
+from kvproof.fuzz.processes import Job, Worker
 
 ROUND = 100
 """Examples in a round."""
@@ -40,47 +34,6 @@ ENDLESS = 10**12
 
 SECONDS_PER_ROUND = 2.0
 """How long a round takes at most when time is limited, as far as the ones before it tell."""
-
-Engine = Literal["hypothesis", "atheris"]
-Job = tuple[Literal["explore", "round", "check"], dict[str, Any]]
-
-
-class WorkerCrashed(KvproofError):
-    """A worker process came to an end, or could not run what it was given."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to run: `examples` for each machine, or everything for `seconds`, half of it at most for the explorer.
-
-    engine    what draws random examples: "hypothesis", or "atheris", guided by the coverage of the code under test
-    packages  whose coverage is measured; none when the package coverage is missing
-    target    foreign code for the machine, "module:Class", and `known`, the checks that it is known to fail
-    fault     planted in our own code
-    """
-
-    machines: tuple[str, ...]
-    scopes: tuple[str, ...] = ()
-    examples: int | None = None
-    seconds: float | None = None
-    seed: int = 0
-    engine: Engine = "hypothesis"
-    jobs: int = 1
-    steps: int = 30
-    corpus: str | None = None
-    packages: tuple[str, ...] = ()
-    target: str | None = None
-    known: tuple[str, ...] = ()
-    fault: str | None = None
-
-    @property
-    def guides(self) -> tuple[str, ...]:
-        """The packages whose coverage guides the examples."""
-        if self.engine == "hypothesis":
-            return ()
-        if self.target is not None:
-            return (self.target.partition(":")[0].partition(".")[0],)
-        return tuple(sorted({MACHINES[machine].package for machine in self.machines} or {"kvproof.allocator"}))
 
 
 @dataclass(slots=True)
@@ -120,11 +73,6 @@ class Result:
     @property
     def failed(self) -> bool:
         return any(scope["violation"] for scope in self.explored) or any(m.error for m in self.machines)
-
-
-def seed_of(plan: Plan, machine: str, number: int) -> int:
-    """The seed of a machine's round; the corpus is round -1."""
-    return xxhash.xxh3_64_intdigest(f"{plan.seed}/{machine}/{number}".encode())
 
 
 class Campaign:
@@ -309,66 +257,3 @@ class Progress:
         self.states.setdefault(machine, set()).update(answer["states"])
         if answer["error"]:
             self.failed.add(machine)
-
-
-class Worker:
-    """A process that runs `kvproof.fuzz.worker`."""
-
-    def __init__(self, plan: Plan, data: Path) -> None:
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed in close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvproof.fuzz.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            # The order of a set of strings must not change from run to run.
-            env={**os.environ, "PYTHONHASHSEED": str(plan.seed % 2**32), "OMP_NUM_THREADS": "1"},
-        )
-        setup = {"packages": plan.packages, "machines": plan.machines, "data": str(data), "guides": plan.guides}
-        self._send(setup)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let the process come to its end, and write what it has measured."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._errors.close()
-
-    def ask(
-        self,
-        job: Job,
-        *,
-        measured: bool = False,
-        on_progress: Callable[[dict[str, Any]], object] = lambda told: None,
-    ) -> dict[str, Any]:
-        """The answer to a job; `on_progress` hears what is told before. Raises `WorkerCrashed`."""
-        name, arguments = job
-        self._send([name, arguments, measured])
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer: dict[str, Any] = json.loads(line)
-            if "done" in answer:
-                done: dict[str, Any] = answer["done"]
-                return done
-            if "refused" in answer:
-                raise KvproofError(answer["refused"])
-            if "crash" in answer:
-                raise WorkerCrashed(f"{name} {arguments}: {_last_line(answer['crash'])}")
-            on_progress(answer["progress"])
-        self._errors.seek(0)
-        raise WorkerCrashed(f"the worker ended: {_last_line(self._errors.read())}")
-
-    def _send(self, message: object) -> None:
-        assert self._process.stdin is not None
-        print(json.dumps(message), file=self._process.stdin, flush=True)
-
-
-def _last_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()[::-1]), "it said nothing")

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from kvproof.fuzz.campaign import Engine, Plan
 from kvproof.fuzz.catalogue import fault_named
 from kvproof.fuzz.hunt import Sighting, sight, workers
+from kvproof.fuzz.plan import Engine, Plan
 
 FEW = 20
 REQUIRED = 0.95

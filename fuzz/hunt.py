@@ -14,8 +14,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from kvproof.fuzz.campaign import Engine, Job, Plan, Worker, seed_of
 from kvproof.fuzz.catalogue import CONFORMANCE, fault_named
+from kvproof.fuzz.plan import Engine, Plan, seed_of
+from kvproof.fuzz.processes import Job, Worker
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvproof.fuzz.abstract import digest
-from kvproof.fuzz.campaign import MachineResult, Plan, Result
+from kvproof.fuzz.campaign import MachineResult, Result
 from kvproof.fuzz.explore import HASHES, Explorer
+from kvproof.fuzz.plan import Plan
 from kvproof.fuzz.rounds import machine_of
 from kvproof.fuzz.spec.scopes import Graph, scope_named
 

@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from platform import platform, python_version
 from typing import TYPE_CHECKING, Any
 
-from kvproof.fuzz.campaign import MEASURED, Plan, Result
+from kvproof.fuzz.campaign import MEASURED, Result
+from kvproof.fuzz.plan import Plan
 from kvproof.fuzz.regression import Failure
 from kvproof.fuzz.spec.scopes import scope_named
 

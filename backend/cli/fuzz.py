@@ -16,7 +16,8 @@ from kvproof.cli.common import count, on_terminal
 from kvproof.fuzz.targets import EXPLORED, FOREIGN, MACHINES, TARGETS
 
 if TYPE_CHECKING:
-    from kvproof.fuzz.campaign import Plan, Progress
+    from kvproof.fuzz.campaign import Progress
+    from kvproof.fuzz.plan import Plan
 
 EXAMPLE = """\
 examples:
@@ -118,7 +119,7 @@ def _campaign(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from kvproof.fuzz.campaign import Plan
+    from kvproof.fuzz.plan import Plan
     from kvproof.fuzz.spec.scopes import SCOPES
 
     if args.known and args.target is None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from kvproof.allocator import BlockManager
-from kvproof.fuzz.machines.harness import NUM_SLOTS, SLOTS, ManagerHarness, Pair, fingerprint
+from kvproof.fuzz.machines.harness import NUM_SLOTS, SLOTS, ManagerHarness, fingerprint
+from kvproof.fuzz.machines.oracles import Pair
 from kvproof.fuzz.model import ModelSequence
 
 

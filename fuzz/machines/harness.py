@@ -1,19 +1,13 @@
-"""What the machines for `BlockManager` stand on: the manager beside the executable model, and a shadow memory.
-
-The shadow memory stands for the KV cache. A slot holds the whole prefix its KV was computed from, as real KV does, so
-reading a sequence back through its table shows any aliasing, whatever went wrong to cause it (invariant I13).
-"""
+"""What the machines for `BlockManager` stand on: a manager and its model, and the steps that bring both forward."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from unittest.mock import patch
 
 from hypothesis import event
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+from hypothesis.stateful import initialize
 
 from kvproof.allocator import (
     FIFO,
@@ -23,13 +17,12 @@ from kvproof.allocator import (
     EvictionPolicy,
     KvproofError,
     Namespace,
-    Pin,
-    Sequence,
     xxh3_chained,
 )
 from kvproof.allocator.batch import DecodeBatch
+from kvproof.fuzz.machines.oracles import ManagerOracles, Pair
 from kvproof.fuzz.machines.router import Router
-from kvproof.fuzz.model import Media, ModelManager, ModelSequence, Prefix, clip
+from kvproof.fuzz.model import Media, ModelManager, ModelSequence
 
 NUM_SLOTS = 3
 SLOTS = st.integers(0, NUM_SLOTS - 1)
@@ -83,15 +76,7 @@ def fingerprint(manager: BlockManager) -> object:
     )
 
 
-@dataclass(eq=False)
-class Pair:
-    """One sequence twice: as the manager knows it and as the model does."""
-
-    real: Sequence
-    model: ModelSequence
-
-
-class ManagerHarness(RuleBasedStateMachine):
+class ManagerHarness(ManagerOracles):
     """Drives `make_manager`, so that a broken or foreign manager can be put in the place of ours."""
 
     make_manager: Callable[..., BlockManager] = staticmethod(BlockManager)
@@ -155,68 +140,13 @@ class ManagerHarness(RuleBasedStateMachine):
             watermark=watermark,
         )
         self.capacity = usable * block_size
-        self.slots: list[Pair | None] = [None] * NUM_SLOTS
+        self.slots = [None] * NUM_SLOTS
         self.prompts: list[list[int]] = [[0]]
-        self.pins: list[tuple[Pin, list[int]]] = []
+        self.pins = []
         with patch.object(DecodeBatch, "max_log_steps", log_steps):
             self.batch = self.manager.decode_batch(NUM_SLOTS)
         self.rows: list[Pair] = []  # those in the batch, by row
-        self.memory: dict[tuple[int, int], Prefix] = {}
-
-    # ---- invariants
-
-    @invariant()
-    def agrees_with_model(self) -> None:
-        if not hasattr(self, "manager"):
-            return
-        manager, model = self.manager, self.model
-        blocks = range(manager.pool.num_reserved, manager.pool.num_blocks)
-        assert [manager.pool.refs(block) for block in blocks] == [model.refs[block] for block in blocks]
-        assert manager.pool.free_lists() == (model.empty[::-1], model.to_evict())
-        assert {block for block in blocks if manager.pool.content(block) is not None} == set(model.holds)
-        for pair in filter(None, self.slots):
-            real, seq = pair.real, pair.model
-            assert list(real.block_table) == seq.table
-            assert (real.tokens().tolist(), real.num_computed) == (seq.tokens, seq.computed)
-            assert real.num_reserved == seq.reserved
-            assert [(item.key, item.start, item.length) for item in real.media] == list(seq.media)
-        assert manager.num_used == sum(1 for refs in model.refs if refs)
-        counted = {name: value for name, value in asdict(manager.stats()).items() if not name.startswith("num_")}
-        assert counted == {name: model.counts[name] for name in counted}
-
-    @invariant()
-    def events_tell_what_is_findable(self) -> None:
-        if hasattr(self, "manager"):
-            if self.patience is None or self.waited is None:
-                assert self.manager.take_events() == []
-            elif self.waited:
-                self.waited -= 1
-            else:
-                self.read_events()
-
-    def read_events(self) -> None:
-        self.waited = self.patience
-        self.router.read(self.manager.take_events())
-        findable = self.router.findable.values()
-        assert sorted(findable, key=repr) == sorted(set(self.model.holds.values()), key=repr)
-
-    @invariant()
-    def audit_passes(self) -> None:
-        if hasattr(self, "manager"):
-            self.manager.check()
-
-    @invariant()
-    def every_sequence_reads_its_own_tokens(self) -> None:
-        """I13, the content oracle."""
-        for pair in filter(None, getattr(self, "slots", ())):
-            for i in range(pair.real.num_computed):
-                if self.model.window and i <= pair.real.num_computed - self.model.window:
-                    continue  # no later token sees it
-                entry, offset = divmod(i, self.manager.block_size)
-                block = pair.real.block_table[entry]
-                source = self.model.copies[block] if block in self.model.copies else block  # noqa: SIM401
-                read = self.memory.get((source, offset))
-                assert read == pair.model.prefix(i + 1), f"token {i} of {pair.real} reads {read}"
+        self.memory = {}
 
     def teardown(self) -> None:
         """I11: when every sequence is released, every block is unreferenced."""
@@ -272,29 +202,6 @@ class ManagerHarness(RuleBasedStateMachine):
         event(f"admission {answer}")
         assert fingerprint(self.manager) == before, "a refused admission changed something"
         return False
-
-    def snapshot_agrees(self) -> None:
-        told, model = json.loads(json.dumps(self.manager.snapshot())), self.model
-        for entry in told["blocks"]:
-            block = entry["block"]
-            assert entry["refs"] == model.refs[block]
-            assert (entry["content"] is not None) == (block in model.holds)
-            assert entry["state"] in (("published", "active") if model.refs[block] else ("cached", "free"))
-        by_content = {model.holds[entry["block"]]: entry["content"] for entry in told["blocks"] if entry["content"]}
-        for entry in told["blocks"]:
-            if entry["content"]:
-                namespace, tokens, media = model.holds[entry["block"]]
-                shorter = tokens[: -model.block_size]
-                before = namespace, shorter, clip(media, len(shorter))
-                assert entry["content"] == by_content[model.holds[entry["block"]]]
-                assert entry["parent"] == (by_content[before] if shorter else None)
-        assert (told["free"], told["cached"]) == (model.empty[::-1], model.to_evict())
-        assert told["pins"] == sorted(blocks for _, blocks in self.pins)
-        assert {entry["step"]: entry["parked"] for entry in told["steps"]} == model.flights
-        assert {entry["destination"]: entry["source"] for entry in told["copies"]} == model.copies
-        for entry, seq in zip(told["sequences"], model.sequences, strict=True):
-            assert (entry["tokens"], entry["table"]) == (len(seq.tokens), seq.table)
-            assert (entry["computed"], entry["reserved"], entry["step"]) == (seq.computed, seq.reserved, seq.flight)
 
     def chunk_end(self, pair: Pair, n: int | None) -> int:
         """Where the next `n` tokens end that could be computed now; None for all of them."""

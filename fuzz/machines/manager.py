@@ -21,8 +21,8 @@ from kvproof.fuzz.machines.harness import (
     NUM_SLOTS,
     SLOTS,
     TOKENS,
-    Pair,
 )
+from kvproof.fuzz.machines.oracles import Pair
 from kvproof.fuzz.model import Media, ModelSequence
 
 

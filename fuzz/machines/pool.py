@@ -42,8 +42,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached: list[int] = []  # in order of release
         self.taken = 0
         self.published: dict[int, int] = {}  # when a block last got content, in blocks taken
-        self.lost: list[tuple[int, str]] = []  # what was evicted, as the pool told it
-        self.expected_lost: list[tuple[int, str]] = []
+        self.lost: list[tuple[int, int]] = []  # what was evicted, as the pool told it
+        self.expected_lost: list[tuple[int, int]] = []
 
     def evicted(self, block: int, content: int) -> None:
         assert self.pool.state(block) is FREE, f"block {block} is {self.pool.state(block)} while its content leaves"
@@ -143,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     # ---- doing and refusing
 
-    def done(self, transition: str, block: int, *arguments: str) -> bool:
+    def done(self, transition: str, block: int, *arguments: int) -> bool:
         """Whether `block` has made `transition`; if it may not, whether that is refused."""
         if self.states.get(block) in ALLOWED[transition]:
             getattr(self.pool, transition)(block, *arguments)

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from kvproof.cli import main
-from kvproof.fuzz.campaign import Campaign, Plan, Result
+from kvproof.fuzz.campaign import Campaign, Result
 from kvproof.fuzz.catalogue import catalogue, fault_named
 from kvproof.fuzz.detection import rates
 from kvproof.fuzz.hunt import hunt
 from kvproof.fuzz.page import page_of
+from kvproof.fuzz.plan import Plan
 from kvproof.fuzz.regression import failures_of
 from kvproof.fuzz.report import report_of
 
