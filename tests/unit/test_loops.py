@@ -118,9 +118,9 @@ class Side:
 
     def create(self, a: int, b: int) -> object:
         """Prompts of few different tokens, so that they begin alike."""
-        tokens = [Random(a % 3).choices(range(2), k=12), Random(a).choices(range(2), k=12)][a % 2][: 1 + b % 12]
+        tokens = Random(a % 3 if a % 2 == 0 else a).choices(range(2), k=40)[: 1 + (b if a % 5 == 1 else b % 12)]
         media = (MediaItem("m", 0, 2),) if a % 7 == 6 else ()
-        longest = 20 if b % 3 == 0 else None
+        longest = len(tokens) + 8 if b % 3 == 0 else None
         seq = self.manager.sequence(tokens, max_length=longest, namespace=NAMESPACES[a % 5 == 0], media=media)
         self.seqs = [*self.seqs[-7:], seq]
         return self.manager.admit(seq)
@@ -378,6 +378,54 @@ def test_a_hash_function_that_fails_leaks_nothing() -> None:
     gc.collect()
     assert abs(sys.getallocatedblocks() - blocks) < 100
     manager.check()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_blocks_that_nobody_holds_are_shared_and_too_many_are_refused(compiled: bool) -> None:
+    with using(compiled):
+        manager = BlockManager(5, 1)
+        seq = manager.sequence(range(4))
+        manager.admit(seq)
+        manager.commit(seq, 4)
+        manager.release(seq)
+        pool = manager.pool
+        pool.share_all([1, 3])
+        assert pool.free_lists() == ([4], [2, 0])
+        with pytest.raises(KvproofError, match="cannot take 4 blocks, 3 are free"):
+            pool.take(4)
+        assert pool.free_lists() == ([4], [2, 0])
+        pool.release_all([1, 3])
+        assert pool.free_lists() == ([4], [2, 0, 1, 3])
+
+
+def test_a_row_that_is_looked_at_in_the_middle_of_a_commit_is_not_counted_twice() -> None:
+    """By a policy that is told of another row's merge; both rows have filled a block in this step."""
+
+    def life() -> object:
+        policy = NosyLRU(lambda: [len(seq) for manager in managers for seq in manager.sequences])
+        managers = [BlockManager(12, 2, policy=policy)]
+        manager = managers[0]
+        gone = manager.sequence([5, 5, 6, 6])
+        manager.admit(gone)
+        manager.commit(gone, 4)
+        manager.release(gone)
+        batch = manager.decode_batch(3)
+        rows = [manager.sequence([*prompt]) for prompt in ([5, 5, 6], [7, 7, 8], [7, 7, 9])]
+        for seq in rows:
+            manager.admit(seq)
+            manager.commit(seq, len(seq) - seq.num_computed)
+            seq.append(seq.tokens()[-1])
+            assert batch.add(seq)
+        merges = [[merge[1:] for merge in batch.commit([10, 20, 30])]]
+        assert len(merges[0]) == 1
+        merges.append(batch.reserve())
+        merges.append(batch.commit([11, 21, 31]))
+        manager.check()
+        return merges, [(seq.tokens(), seq.block_table, seq.num_computed) for seq in rows], manager.stats()
+
+    with using(False):
+        expected = life()
+    assert life() == expected
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, TypeError, OverflowError])
