@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvproof.allocator import AllBlocksCleared, BlockManager, BlockPool, BlockStored, IllegalTransition, InvalidArgument
+from kvproof.allocator import (
+    LRU,
+    AllBlocksCleared,
+    BlockManager,
+    BlockPool,
+    BlockStored,
+    IllegalTransition,
+    InvalidArgument,
+    Namespace,
+    PrefixIndex,
+)
 from kvproof.allocator import MediaItem as Item
 from kvproof.allocator.media import MAX_POSITION
 
@@ -59,3 +69,36 @@ def test_an_identity_is_what_it_always_was() -> None:
         "35da769a22f1d22a1fe372ac92e47ca4",
         "1d3e1e26cfe3671201e7f2626ae9d199",
     ]
+
+
+def test_a_node_outlives_all_but_its_last_block() -> None:
+    index = PrefixIndex(4)
+    node = index.add(1, index.plant(Namespace()), b"abcd", 0)
+    index.carry(2, node)
+    index.carry(3, node)
+    index.carry(4, node)
+    for block, left in [(2, (1, 3, 4)), (1, (3, 4)), (4, (3,))]:
+        assert index.remove(block, node) == []
+        assert index.blocks(node) == left
+        assert index.find(index.root(Namespace()), b"abcd", 0) == node
+    assert index.remove(3, node) == []
+    assert list(index.nodes()) == []
+
+
+class Failing(LRU):
+    def pop(self) -> int:
+        raise OSError
+
+
+def test_a_take_that_fails_half_way_turns_the_clock_back() -> None:
+    """With two blocks taken already: the compiled loops take them, or Python does."""
+    manager = BlockManager(3, 1, policy=Failing())
+    seq = manager.sequence([1, 2])
+    manager.admit(seq, 1)
+    manager.commit(seq, 1)
+    manager.release(seq)
+    before = manager.pool.clock, manager.pool.free_lists()
+    assert (before[0], len(before[1][0]), len(before[1][1])) == (1, 2, 1)
+    with pytest.raises(OSError):
+        manager.pool.take(3)
+    assert (manager.pool.clock, manager.pool.free_lists()) == before
