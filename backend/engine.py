@@ -64,7 +64,13 @@ class Engine:
     ) -> None:
         self.runner = runner
         spec = runner.spec.cache_spec(num_blocks=num_blocks, block_size=block_size)
-        self.backend = EngineBackend(spec, attention=attention, policy=policy, prefix_caching=prefix_caching)
+        self.backend = EngineBackend(
+            spec,
+            attention=attention,
+            layer_windows=runner.spec.layer_windows,
+            policy=policy,
+            prefix_caching=prefix_caching,
+        )
         self.manager = self.backend.manager
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvproof.allocator import BlockManager, EvictionPolicy, InvalidArgument, Sequence
 from kvproof.attention import AttentionBackend, BatchPlan, CacheSpec
 from kvproof.attention.base import to_device
 from kvproof.backend.graphs import FixedStep
 from kvproof.backend.runner import Step
-from kvproof.backend.selection import AUTO, select
+from kvproof.backend.selection import AUTO, over_cache, select
 
 
 class Chunk(NamedTuple):
@@ -38,16 +39,27 @@ class EngineBackend:
         spec: CacheSpec,
         *,
         attention: str | AttentionBackend = AUTO,
+        layer_windows: Seq[int | None] = (),
         policy: EvictionPolicy | None = None,
         prefix_caching: bool = True,
     ) -> None:
         """`attention` is the name of a backend, or one that was made for `spec`: any other raises `InvalidArgument`.
-        `policy` is new, and this manager's alone; LRU by default."""
+
+        `layer_windows` are those of the layers where they aren't all `spec.window`, the widest. `policy` is new, and
+        this manager's alone; LRU by default.
+        """
         self.spec = spec
         self.attention = select(attention, spec)(spec) if isinstance(attention, str) else attention
         if self.attention.spec != spec:
             raise InvalidArgument(f"the attention backend was made for {self.attention.spec}, not for {spec}")
-        sizes = self.attention.graph_sizes
+        # A backend has one window. Those of the other windows work on the same cache.
+        self._by_window = {spec.window: self.attention}
+        for window in layer_windows:
+            if window not in self._by_window:
+                narrow = spec.model_copy(update={"window": window})
+                self._by_window[window] = over_cache(type(self.attention), narrow, self.attention.cache)
+        self._layer_windows = layer_windows
+        sizes = () if layer_windows else self.attention.graph_sizes
         self.manager = BlockManager(
             spec.num_blocks,
             spec.block_size,
@@ -70,10 +82,11 @@ class EngineBackend:
             [chunk.n for chunk in chunks],
             self.spec.block_size,
         )
-        padded_to = self.attention.graph_rows(plan)
+        padded_to = None if self._layer_windows else self.attention.graph_rows(plan)
         if padded_to is not None:
             plan = plan.pad(padded_to)
-        self.attention.plan(plan)
+        for backend in self._by_window.values():
+            backend.plan(plan)
         self.attention.copy_blocks(self.manager.take_copies())  # before anything of this step is written
         tokens = np.concatenate(
             [np.asarray(seq.tokens(seq.num_computed, seq.num_computed + n), dtype=np.int64) for seq, n in chunks]
@@ -83,9 +96,12 @@ class EngineBackend:
             token_ids=to_device(torch.from_numpy(tokens), self.spec.device),
             positions=self.attention.positions,
             logits_rows=to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.spec.device),
-            attention=self.attention.run,
+            attention=self._run if self._layer_windows else self.attention.run,
         )
         return step if padded_to is None else self._fixed(step, padded_to)
+
+    def _run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._by_window[self._layer_windows[layer]].run(layer, q, k, v)
 
     def _fixed(self, step: Step, size: int) -> FixedStep:
         """The step with its tokens where they were in the last one of `size`. Those of the padding may be any."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, Self, runtime_checkable
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from kvproof.attention import CacheSpec, DType, Validated
@@ -28,11 +28,28 @@ class ModelSpec(Validated):
     device: str = "cpu"
     eos_token_ids: tuple[int, ...] = ()
     window: int | None = Field(default=None, ge=1, description="latest tokens that a token sees in every layer, or all")
+    layer_windows: tuple[Annotated[int, Field(ge=1)] | None, ...] = Field(
+        default=(), description="the same of each layer, where layers differ"
+    )
     scale: float | None = Field(default=None, description="factor of the scores in every layer, as in `CacheSpec`")
     soft_cap: float | None = Field(default=None, description="cap of the scores in every layer, as in `CacheSpec`")
 
+    @model_validator(mode="after")
+    def _one_window_a_layer(self) -> Self:
+        if self.layer_windows and (self.window is not None or len(self.layer_windows) != self.num_layers):
+            raise ValueError(
+                f"{len(self.layer_windows)} layer_windows of {self.num_layers} layers, window {self.window}"
+            )
+        return self
+
     def cache_spec(self, *, num_blocks: int, block_size: int) -> CacheSpec:
-        """The KV cache of `num_blocks` blocks of `block_size` token slots that this model runs on."""
+        """The KV cache of `num_blocks` blocks of `block_size` token slots that this model runs on.
+
+        Its window is what the layer that sees most sees: what it has left, no layer needs.
+        """
+        widest = self.window
+        if self.layer_windows and None not in self.layer_windows:
+            widest = max(window for window in self.layer_windows if window is not None)
         return CacheSpec(
             num_layers=self.num_layers,
             num_heads=self.num_heads,
@@ -42,7 +59,7 @@ class ModelSpec(Validated):
             device=self.device,
             num_blocks=num_blocks,
             block_size=block_size,
-            window=self.window,
+            window=widest,
             scale=self.scale,
             soft_cap=self.soft_cap,
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from kvproof.allocator import EvictionPolicy, KvproofError
 from kvproof.attention import AttentionBackend, BackendUnavailable, CacheSpec, UnsupportedSpec
 from kvproof.backend.registry import BrokenPlugin, Group, Plugin, load, plugins
@@ -78,6 +80,17 @@ def select(name: str, spec: CacheSpec) -> type[AttentionBackend]:
             return verdict.backend
     reasons = "; ".join(f"{v.plugin.name}: {v.reason or 'only when named'}" for v in verdicts)
     raise BackendUnavailable(AUTO, "none can run this cache", reasons or "none is registered")
+
+
+def over_cache(backend: type[AttentionBackend], spec: CacheSpec, cache: Tensor) -> AttentionBackend:
+    """A `backend` for `spec` on a cache that is there already, of `spec.cache_shape`, each layer of it one piece."""
+
+    class OverCache(backend):  # type: ignore[misc, valid-type]
+        def create_cache(self, spec: CacheSpec) -> Tensor:
+            return cache
+
+    made: AttentionBackend = OverCache(spec)
+    return made
 
 
 def new_policy(name: str) -> EvictionPolicy:

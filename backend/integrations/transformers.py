@@ -130,7 +130,9 @@ def _model_spec(model: PreTrainedModel) -> ModelSpec:
     layers = ask(model, max_length)
     if len(layers) != config.num_hidden_layers:
         raise UnsupportedModel(f"a model of {config.num_hidden_layers} layers with attention in {len(layers)}")
-    layer, window, max_length = _one_for_all(layers, max_length)
+    layer = _one_for_all(layers)
+    windows = tuple(layer.window for layer in layers)
+    alike = len(set(windows)) == 1
     eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
     return ModelSpec(
         architecture=config.model_type,
@@ -143,7 +145,8 @@ def _model_spec(model: PreTrainedModel) -> ModelSpec:
         dtype=cast(DType, str(model.dtype).removeprefix("torch.")),
         device=str(model.device),
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
-        window=window,
+        window=windows[0] if alike else None,
+        layer_windows=() if alike else windows,
         scale=layer.scale,
         soft_cap=layer.soft_cap,
     )
@@ -160,21 +163,15 @@ def _max_length(config: PreTrainedConfig) -> int:
     return length
 
 
-def _one_for_all(layers: list[LayerAttention], max_length: int) -> tuple[LayerAttention, int | None, int]:
-    """A layer that stands for all, their window, and the length up to which it may.
-
-    A cache has one window. Where layers differ, sequences end at the smallest, which none of them then sees past.
-    """
+def _one_for_all(layers: list[LayerAttention]) -> LayerAttention:
+    """A layer that stands for all but in its window. Raises `UnsupportedModel` where there is none."""
     first = layers[0]
     for number, layer in enumerate(layers):
         for field in ("num_heads", "num_kv_heads", "head_size", "scale", "soft_cap"):
             here, there = getattr(layer, field), getattr(first, field)
             if here != there:
                 raise UnsupportedModel(f"layers of different {field} ({there} in layer 0, {here} in layer {number})")
-    windows = {layer.window for layer in layers}
-    if len(windows) == 1:
-        return first, first.window, max_length
-    return first, None, min(window for window in windows if window is not None)
+    return first
 
 
 def _rehearse(runner: ModelRunner) -> None:
@@ -183,7 +180,12 @@ def _rehearse(runner: ModelRunner) -> None:
     They are not where a model finds positions for itself, mixes neighbouring tokens outside attention, or keeps state.
     """
     spec, tolerance = runner.spec, max(1e-3, 16 * torch.finfo(getattr(torch, runner.spec.dtype)).eps)
-    backend = EngineBackend(spec.cache_spec(num_blocks=16, block_size=4), attention="reference", prefix_caching=False)
+    backend = EngineBackend(
+        spec.cache_spec(num_blocks=16, block_size=4),
+        attention="reference",
+        layer_windows=spec.layer_windows,
+        prefix_caching=False,
+    )
     tokens = [7 * i % spec.vocab_size for i in range(1, 7)]
     whole, parts, other = (backend.manager.sequence(text) for text in (tokens, tokens, tokens[::-1]))
     logits = []

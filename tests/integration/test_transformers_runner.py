@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.models.llama4 import Llama4TextConfig
 
-from kvproof.backend import Engine, ModelRunner, SamplingParams, llm, plugins
+from kvproof.backend import Chunk, Engine, EngineBackend, ModelRunner, SamplingParams, llm, plugins
 from kvproof.backend.integrations.transformers import TransformersRunner
 from kvproof.backend.integrations.transformers_interface import Mask, NotInAStep
 from kvproof.backend.integrations.transformers_probe import window_of
@@ -73,9 +73,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**TINY),
     "qwen3": Qwen3Config(**TINY, head_dim=16),
     "gemma": GemmaConfig(**TINY, head_dim=16),
-    "gemma2, capped and windowed": Gemma2Config(
+    "gemma2, capped, windowed": Gemma2Config(
         **TINY, head_dim=16, query_pre_attn_scalar=40, attn_logit_softcapping=2.0, sliding_window=WINDOW,
         layer_types=["sliding_attention"] * 2,
+    ),
+    "gemma2, capped, every other layer windowed": Gemma2Config(
+        **TINY, head_dim=16, query_pre_attn_scalar=40, attn_logit_softcapping=2.0, sliding_window=WINDOW
+    ),
+    "gemma3, one layer windowed": Gemma3TextConfig(
+        **TINY, head_dim=16, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
     ),
     "mistral, windowed": MistralConfig(**TINY, sliding_window=WINDOW),
     "mixtral": MixtralConfig(**TINY, num_local_experts=4, sliding_window=None),
@@ -150,33 +156,47 @@ def test_greedy_tokens_are_those_of_eager_attention(family: str) -> None:
     assert engine.manager.num_used == 0
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_prefix_hit_tokens > 0
-    assert engine.backend.spec.window == (WINDOW if "windowed" in family else None)
+    assert engine.backend.spec.window == (WINDOW if family.endswith(", windowed") else None)
 
 
 test_a_runner_like_any_other = runner_checks(TransformersRunner(random_model(FAMILIES["gpt_neox"])), examples=10)
 
 
-def test_layers_of_different_windows_run_up_to_the_smallest() -> None:
-    """One cache has one window: none is needed as long as nothing has left any."""
-    config = Gemma3TextConfig(
-        **TINY, head_dim=16, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+def test_copies_reach_the_layers_of_every_window() -> None:
+    """Two sequences part ways within a block: the one that writes first gets a copy of it."""
+    runner = TransformersRunner(random_model(FAMILIES["gemma3, one layer windowed"]))
+    backend = EngineBackend(
+        runner.spec.cache_spec(num_blocks=16, block_size=4), layer_windows=runner.spec.layer_windows
     )
-    model = random_model(config)
-    expected = generated(model, [7, 8, 9, 10])
-    runner = TransformersRunner(model)
-    assert (runner.spec.window, runner.spec.max_length) == (None, WINDOW)
-    engine = serve(runner)
-    request = engine.add([7, 8, 9, 10], SamplingParams(max_tokens=MAX_TOKENS))
-    for _ in engine.run():
-        pass
-    assert request.output_token_ids == expected[: WINDOW - 4]
+    manager = backend.manager
+
+    def step(*chunks: Chunk) -> Tensor:
+        logits = runner.forward(backend.begin(chunks))
+        backend.end(chunks)
+        return logits
+
+    tokens = prompts()[4][:6]
+    parent, *alone = (manager.sequence(text) for text in (tokens, [*tokens, 7], [*tokens, 8]))
+    for seq in (parent, *alone):
+        manager.admit(seq)
+    step(Chunk(parent, 6))
+    child = manager.fork(parent)
+    for seq, token in ((parent, 7), (child, 8)):
+        seq.append(token)
+        assert manager.reserve(seq)
+    forked = step(Chunk(parent, 1), Chunk(child, 1))
+    assert parent.block_table[0] == child.block_table[0]
+    assert parent.block_table[1] != child.block_table[1]
+    torch.testing.assert_close(forked, step(*(Chunk(seq, 7) for seq in alone)), rtol=1e-4, atol=1e-4)
 
 
 def test_what_the_config_asks_for_is_in_the_cache() -> None:
-    spec = TransformersRunner(random_model(FAMILIES["gemma2, capped and windowed"])).spec
+    spec = TransformersRunner(random_model(FAMILIES["gemma2, capped, windowed"])).spec
     assert (spec.num_heads, spec.num_kv_heads, spec.head_size) == (4, 2, 16)
     assert (spec.scale, spec.soft_cap, spec.window) == (pytest.approx(40**-0.5), 2.0, WINDOW)
     assert (spec.num_layers, spec.vocab_size, spec.max_length, spec.eos_token_ids) == (2, VOCABULARY, 128, (5,))
+    both = TransformersRunner(random_model(FAMILIES["gemma3, one layer windowed"])).spec
+    assert (both.window, both.layer_windows) == (None, (None, WINDOW))
     long = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = LlamaConfig(**TINY, rope_parameters=long | {"factor": 4.0, "original_max_position_embeddings": 32})
     assert TransformersRunner(random_model(config)).spec.max_length == 32

@@ -30,7 +30,7 @@ from kvproof.attention import CacheSpec, DType
 from kvproof.backend.integrations.vllm.attention_batch import Batch, UnsupportedAttention, paged_cache
 from kvproof.backend.integrations.vllm.attention_plugin import CHOICE
 from kvproof.backend.integrations.vllm.contract import require_known
-from kvproof.backend.selection import AUTO, select
+from kvproof.backend.selection import AUTO, over_cache, select
 
 require_known(__version__)
 
@@ -193,7 +193,7 @@ def backends(
     for number, (name, impl) in enumerate(zip(names, impls, strict=True)):
         spec = _cache_spec(impl, cache)
         if spec not in made:
-            made[spec] = _over(spec, cache)
+            made[spec] = over_cache(select(os.environ.get(CHOICE) or AUTO, spec), spec, cache)
         layers[name] = made[spec], number
     for backend in made.values():
         count = sum(mine is backend for mine, _ in layers.values())
@@ -216,15 +216,3 @@ def _cache_spec(impl: Impl, cache: Tensor) -> CacheSpec:
         window=impl.sliding_window,
         soft_cap=impl.logits_soft_cap,
     )
-
-
-def _over(spec: CacheSpec, cache: Tensor) -> PagedAttention:
-    """The backend that the environment names, on memory that is there already."""
-    chosen = select(os.environ.get(CHOICE) or AUTO, spec)
-
-    class OverCache(chosen):  # type: ignore[misc, valid-type]
-        def create_cache(self, spec: CacheSpec) -> Tensor:
-            return cache
-
-    made: PagedAttention = OverCache(spec)
-    return made
