@@ -1,23 +1,15 @@
-"""The decode kernel: `decode.c`, compiled for this very processor when it is first needed.
+"""The decode kernel: `decode.c`, compiled when it is first needed.
 
-The library is kept in the user's cache folder under a name that stands for all that it was made from: source, compiler,
-flags, processor. Where it can't be had (no C compiler, no folder of the user's own), a warning in the log says why, and
-attention falls back to PyTorch's operators. `KVPROOF_NO_KERNEL=1` in the environment chooses that.
-
-Its threads are those of the OpenMP library that PyTorch has loaded: a second one would bring threads of its own to the
-same cores. Such threads do not survive a fork, so a forked child runs it on one thread.
+Where it can't be had (no C compiler, no folder of the user's own), a warning in the log says why, and attention falls
+back to PyTorch's operators. `KVPROOF_NO_KERNEL=1` in the environment chooses that.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-import shutil
-import stat
 import subprocess
-import tempfile
 import threading
 from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
@@ -30,15 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvproof.attention.errors import NotPlanned
+from kvproof.attention.native import DTYPES, built, num_threads
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import INT32_LIMIT, CacheSpec
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decode.c")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno")
-DTYPES = ("float32", "bfloat16", "float16")
-"""Element types, in the order of the kernel's numbers for them."""
 
 THREAD_BYTES = 2**16
 """Keys and values that are worth a thread: reading as much takes about as long as waking one and waiting for it."""
@@ -145,7 +135,7 @@ class DecodeKernel:
         with self._lock:
             step = self._step(len(q))
             out = q.new_empty((step.rows, *q.shape[1:]))
-            threads, cache = min(_threads(), step.most_threads), self._layers[layer].data_ptr()
+            threads, cache = min(num_threads(), step.most_threads), self._layers[layer].data_ptr()
             results = out.data_ptr(), None if lse is None else lse.data_ptr()
             self._library.kvproof_decode(self._shape, step.plan, threads, cache, *_rows(q), *results)
         return out
@@ -166,18 +156,11 @@ def _rows(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.stride(0) * x.element_size()
 
 
-_process = os.getpid()
-
-
-def _threads() -> int:
-    return torch.get_num_threads() if os.getpid() == _process else 1
-
-
 @cache
 def load() -> ctypes.CDLL | None:
     """The compiled library, built unless the cache has it; None, and a warning, where it can't be built."""
     try:
-        library = ctypes.CDLL(str(_built()))
+        library = ctypes.CDLL(str(built(SOURCE)))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("decode attention runs without its compiled kernel, several times slower: %s", error)
         return None
@@ -189,76 +172,3 @@ def load() -> ctypes.CDLL | None:
     library.kvproof_write.argtypes = [POINTER(Shape), c_int, *[c_void_p] * 3, c_size_t, c_void_p, c_size_t]
     library.kvproof_write.restype = None
     return library
-
-
-def _built() -> Path:
-    """The library's file. Raises `OSError` or `SubprocessError`, which say in one line why there is none."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise OSError("there is no C compiler, neither cc nor gcc")
-    source, openmp = SOURCE.read_bytes(), _openmp()
-    version = _call([compiler, "--version"])
-    key = hashlib.sha256(repr((source, compiler, version, FLAGS, openmp, _processor())).encode()).hexdigest()
-    folder = _own_folder()
-    library = folder / f"decode-{key[:32]}.so"
-    if not _is_intact(library):
-        # Made aside and renamed: a process that builds the same at the same time never sees half of it.
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            compiled, linked = Path(scratch, "decode.o"), Path(scratch, "decode.so")
-            _call([compiler, *FLAGS, *(["-fopenmp"] if openmp else []), "-c", str(SOURCE), "-o", str(compiled)])
-            _call([compiler, "-shared", "-o", str(linked), str(compiled), *([openmp] if openmp else []), "-lm"])
-            content = linked.read_bytes()
-            linked.write_bytes(content + hashlib.sha256(content).digest())
-            linked.replace(library)
-    return library
-
-
-def _is_intact(library: Path) -> bool:
-    """Whether the file is there and ends in the digest of the rest: a damaged one could crash the process."""
-    try:
-        content = library.read_bytes()
-    except FileNotFoundError:
-        return False
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-
-def _own_folder() -> Path:
-    """The cache folder. Raises `OSError` if others could put a library there."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvproof")
-    if not folder.is_absolute():  # nobody's home, or a variable that the specification says to ignore
-        raise OSError(f"there is no folder to keep it in: {folder} is relative")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise OSError(f"{folder} must be a folder that only its owner, user {os.getuid()}, can enter (mode 700)")
-    return folder
-
-
-def _openmp() -> str | None:
-    """The file of the GNU OpenMP library that PyTorch has loaded, if it has."""
-    try:
-        mapped = Path("/proc/self/maps").read_text().split()
-    except OSError:
-        return None
-    found = [path for path in mapped if Path(path).name.startswith("libgomp")]
-    return max(found, key=lambda path: "torch" in path, default=None)  # another package may have brought one too
-
-
-def _processor() -> str:
-    """What -march=native looks at."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return os.uname().machine
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), os.uname().machine)
-
-
-def _call(command: list[str]) -> str:
-    english = os.environ | {"LC_ALL": "C"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=120, env=english, check=False
-    )
-    if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
-        raise OSError(f"{command[0]} failed: {reason}")
-    return done.stdout

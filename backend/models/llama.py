@@ -16,6 +16,7 @@ from torch import Tensor
 from kvproof.attention import DType
 from kvproof.backend.models.checkpoint import Checkpoint
 from kvproof.backend.models.config import ModelConfig
+from kvproof.backend.models.layers import add_rms_norm, rotate, silu_mul
 from kvproof.backend.models.linear import Linear
 from kvproof.backend.runner import ModelSpec, Step
 
@@ -86,30 +87,28 @@ class LlamaRunner:
         """Logits [R, vocab_size] of `step.logits_rows`, in the model's dtype."""
         cos, sin = self._rotation(step.positions)
         x = F.embedding(step.token_ids, self._embedding)
+        delta = None
         for index, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, self._rms_norm(x, layer.attention_norm), cos, sin)
-            x += layer.output(step.attention(index, q, k, v).flatten(1))
-            gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x += layer.down(F.silu(gate).mul_(up))
-        return self._head(self._rms_norm(x[step.logits_rows], self._norm))
+            q, k, v = self._qkv(layer, add_rms_norm(x, delta, layer.attention_norm, self._eps), cos, sin)
+            delta = layer.output(step.attention(index, q, k, v).flatten(1))
+            delta = layer.down(silu_mul(layer.gate_up(add_rms_norm(x, delta, layer.mlp_norm, self._eps))))
+        rows = step.logits_rows
+        return self._head(add_rms_norm(x[rows], None if delta is None else delta[rows], self._norm, self._eps))
 
     def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, num_heads, head_size] and k, v [T, num_kv_heads, head_size], with q and k rotated."""
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_size
         qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, size)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (size,), eps=self._eps) * layer.qk_norm
-        qk = torch.addcmul(qk * cos, qk.roll(size // 2, dims=-1), sin)
-        return qk[:, :heads], qk[:, heads:], v
-
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)
+            qk = qkv[:, : heads + kv_heads]
+            qk.copy_(F.rms_norm(qk, (size,), eps=self._eps) * layer.qk_norm)
+        rotate(qkv, heads + kv_heads, cos, sin)
+        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors [T, 1, head_size] of a head and of the head with its halves swapped. The second is negative where
-        it multiplies a second half."""
-        angles = positions[:, None, None] * self._frequencies
+        """Factors [T, head_size] of a head and of the head with its halves swapped. The second is negative where it
+        multiplies a second half."""
+        angles = positions[:, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         dtype = self._embedding.dtype
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)

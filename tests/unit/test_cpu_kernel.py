@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvproof.attention import BatchPlan, CacheSpec, NotPlanned, cpu_kernel
+from kvproof.attention import BatchPlan, CacheSpec, NotPlanned, cpu_kernel, native
 from kvproof.attention.torch_paged import TorchAttention
 
 SMALL = "int answer(void) { return 42; }"
@@ -71,15 +71,15 @@ def tokens(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.usefixtures("source")
 def test_a_library_is_built_once_for_one_user_alone(folder: Path, source: Path) -> None:
-    library = cpu_kernel._built()
+    library = native.built(cpu_kernel.SOURCE)
     built = library.stat()
     assert ctypes.CDLL(str(library)).answer() == 42
     assert library.parent == folder
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert cpu_kernel._built() == library
+    assert native.built(cpu_kernel.SOURCE) == library
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (built.st_ino, built.st_mtime_ns)
     source.write_text(SMALL.replace("42", "43"))
-    other = cpu_kernel._built()
+    other = native.built(cpu_kernel.SOURCE)
     assert ctypes.CDLL(str(other)).answer() == 43
     assert sorted(folder.iterdir()) == sorted([library, other])
 
@@ -87,7 +87,7 @@ def test_a_library_is_built_once_for_one_user_alone(folder: Path, source: Path) 
 @pytest.mark.usefixtures("folder", "source")
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", "half", "zeros inside"])
 def test_a_damaged_library_is_built_again(damage: bytes | str) -> None:
-    library = cpu_kernel._built()
+    library = native.built(cpu_kernel.SOURCE)
     content = library.read_bytes()
     if damage == "half":
         damage = content[: len(content) // 2]
@@ -95,7 +95,7 @@ def test_a_damaged_library_is_built_again(damage: bytes | str) -> None:
         damage = content[:4096] + bytes(512) + content[4608:]
     assert isinstance(damage, bytes)
     library.write_bytes(damage)
-    assert cpu_kernel._built() == library
+    assert native.built(cpu_kernel.SOURCE) == library
     assert library.read_bytes() != damage
     assert ctypes.CDLL(str(library)).answer() == 42
 
@@ -111,8 +111,8 @@ def test_two_processes_that_build_at_once(folder: Path, tmp_path: Path, monkeypa
 
     def build() -> None:
         start.wait()
-        library = cpu_kernel._built()
-        answers.put((library, cpu_kernel._is_intact(library), ctypes.CDLL(str(library)).answer()))
+        library = native.built(cpu_kernel.SOURCE)
+        answers.put((library, native._is_intact(library), ctypes.CDLL(str(library)).answer()))
 
     processes = [context.Process(target=build) for _ in range(2)]
     for process in processes:
@@ -251,11 +251,11 @@ def test_a_forked_child_computes_on_one_thread() -> None:
     expected = backend.run(0, *tokens())
     child = os.fork()
     if child == 0:
-        os._exit(0 if cpu_kernel._threads() == 1 and torch.equal(backend._attend(0, tokens()[0]), expected) else 1)
+        os._exit(0 if native.num_threads() == 1 and torch.equal(backend._attend(0, tokens()[0]), expected) else 1)
     _, status = os.waitpid(child, 0)
     torch.set_num_threads(threads)
     assert status == 0
-    assert cpu_kernel._threads() == threads
+    assert native.num_threads() == threads
 
 
 def test_a_longer_batch_gets_more_room_for_its_sums() -> None:
@@ -368,5 +368,5 @@ def test_a_relative_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     with pytest.raises(OSError, match="here/kvproof is relative"):
-        cpu_kernel._own_folder()
+        native._own_folder()
     assert list(tmp_path.iterdir()) == []
