@@ -24,13 +24,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler as StockAsyncSched
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 
 from kvproof.backend.integrations.vllm import AsyncPoolScheduler, AsyncScheduler, PoolScheduler, Scheduler
-from kvproof.backend.integrations.vllm.blocks import EngineBlocks
 from kvproof.backend.integrations.vllm.manager import KVCacheManager
-from kvproof.backend.integrations.vllm.pool import BlockPool
 from kvproof.fuzz.adapters import machine_for
 from kvproof.fuzz.machines.vllm_engine import VOCABULARY, Ask, Engine, Shape
+from kvproof.fuzz.machines.vllm_faults import FAULTS
 from kvproof.fuzz.machines.vllm_scenarios import SCENARIOS
-from kvproof.fuzz.planted import Fault
 
 WHICH = st.integers(0, 31)
 NAMESPACES = st.sampled_from(((None, None),) * 6 + (("x", None), (None, "y")))
@@ -224,8 +222,6 @@ class VllmManagerMachine(Side):
     def check(self) -> None:
         manager: KVCacheManager = self.engines[1].scheduler.kv_cache_manager
         manager.blocks.check()
-        tables = {name: held.seq.block_table.tolist() for name, held in manager._held.items()}
-        assert {name: tables[name] for name in tables} == {name: manager.get_block_ids(name)[0] for name in tables}
         if self.shape.events:
             self.check_events(manager)
 
@@ -301,146 +297,6 @@ MACHINES: dict[str, type[RuleBasedStateMachine]] = {
         machine_for("kvproof.backend.integrations.vllm.pool:BlockPool"),
     )
 }
-
-FAULTS = (
-    Fault(
-        "published before its step is certain",
-        KVCacheManager,
-        "_let_go",
-        "if finished:\n            self._commit(held)",
-        "if True:\n            self._commit(held)",
-        "what is preempted before it ran is found, and was never written",
-    ),
-    Fault(
-        "due a token late",
-        KVCacheManager,
-        "_given",
-        "held.seq.num_reserved + 1",
-        "held.seq.num_reserved + 2",
-        "a token has no slot",
-    ),
-    Fault(
-        "lookahead forgotten",
-        KVCacheManager,
-        "_grow",
-        "num_tokens + num_lookahead",
-        "num_tokens",
-        "drafts have no slots",
-    ),
-    Fault(
-        "the cache is read by who must not",
-        KVCacheManager,
-        "get_computed_blocks",
-        " or request.skip_reading_prefix_cache",
-        "",
-        "its prompt's log-probabilities would be missing",
-    ),
-    Fault(
-        "watermark for nobody",
-        KVCacheManager,
-        "allocate_slots",
-        "spare += self.watermark_blocks",
-        "pass",
-        "admits into the last blocks, and preempts soon after",
-    ),
-    Fault(
-        "the first chunk is enough",
-        KVCacheManager,
-        "allocate_slots",
-        "if full_sequence_must_fit:",
-        "if False:",
-        "admits a prompt that can't be finished",
-    ),
-    Fault(
-        "hits are free of charge",
-        KVCacheManager,
-        "allocate_slots",
-        "self.blocks.pool.refs(block) == 0",
-        "False",
-        "a hit that nobody references is on the free list (vllm#11565)",
-    ),
-    Fault(
-        "one salt for all",
-        KVCacheManager,
-        "_sequence",
-        ", namespace=namespace_of(request)",
-        "",
-        "a tenant reads another's KV",
-    ),
-    Fault(
-        "media forgotten",
-        KVCacheManager,
-        "_sequence",
-        ", media=media",
-        "",
-        "one image is taken for another",
-    ),
-    Fault(
-        "what a finished request wrote is lost",
-        KVCacheManager,
-        "_let_go",
-        "if finished:\n            self._commit(held)",
-        "if False:\n            self._commit(held)",
-        "its last block is never found",
-    ),
-    Fault(
-        "drafts are published",
-        KVCacheManager,
-        "cache_blocks",
-        "min(num_computed_tokens, request.num_tokens)",
-        "num_computed_tokens",
-        "a rejected draft is found as if it had been said (vllm#49377)",
-    ),
-    Fault(
-        "the window closes a step early",
-        KVCacheManager,
-        "_num_processed",
-        "request.num_computed_tokens - request.num_in_flight_tokens",
-        "request.num_computed_tokens + 4",
-        "a block is handed out that a step still reads",
-    ),
-    Fault(
-        "a window is left at commit",
-        EngineBlocks,
-        "_leave_window",
-        '"""Not at commit."""',
-        "super(EngineBlocks, self)._leave_window(seq, window)",
-        "as above, by the step that fills the next block",
-    ),
-    Fault(
-        "freed in the wrong order",
-        BlockPool,
-        "free_blocks",
-        "for block in reversed(own) if",
-        "for block in own if",
-        "not vLLM's order of reuse",
-    ),
-    Fault(
-        "freed more often than referenced",
-        BlockPool,
-        "_require_references",
-        "times > block.ref_cnt",
-        "False",
-        "half of it is freed when it is refused",
-    ),
-    Fault(
-        "media of a session's next input forgotten",
-        KVCacheManager,
-        "_extend",
-        "if request.mm_features:",
-        "if False:",
-        "an image that came later is taken for its placeholders",
-    ),
-    Fault(
-        "content outlives its block",
-        BlockPool,
-        "get_new_blocks",
-        "self._maybe_evict_cached_block(block)",
-        "pass",
-        "a block is found by what it held before (kvcached#362)",
-    ),
-)
-"""What can be broken in the integration, each to be noticed by one of the machines."""
 
 
 def finders(examples: int) -> dict[str, Callable[[], None]]:

@@ -10,8 +10,7 @@ is never found.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvproof.allocator import Sequence
 from kvproof.backend.integrations.vllm.blocks import EngineBlocks
@@ -19,20 +18,10 @@ from kvproof.backend.integrations.vllm.errors import UnsupportedFeature
 from kvproof.backend.integrations.vllm.events import EventTranslator
 from kvproof.backend.integrations.vllm.identity import media_of, namespace_of
 from kvproof.backend.integrations.vllm.seam import KVCacheEvent, PrefixCacheStats, Request, RequestStatus
+from kvproof.backend.integrations.vllm.supported import Settings
+from kvproof.backend.integrations.vllm.views import Blocks, Coordinator, Group, Parked, PoolView
 
 NEVER = 2**62
-
-
-class Blocks:
-    """Block ids of the one group, in vLLM's shape."""
-
-    __slots__ = ("ids",)
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-
-    def get_block_ids(self, allow_none: bool = False, *, group_ids: Any = None) -> tuple[list[int]] | None:
-        return None if allow_none and not self.ids else (self.ids[:],)
 
 
 class _Held:
@@ -49,84 +38,6 @@ class _Held:
         self.seq = seq
         self.due = 0
         self.full = full
-
-
-class Parked(list[int]):
-    """The blocks of a request that was freed while a step may still write them; whole, whichever way it is read."""
-
-    def __init__(self, blocks: list[int], step: int) -> None:
-        super().__init__(blocks)
-        self.step = step
-
-    def __reversed__(self) -> Parked:  # type: ignore[override]
-        return self
-
-
-class _Group(NamedTuple):
-    """What vLLM wants to know of a group's manager."""
-
-    block_size: int
-    kv_cache_spec: Any
-
-
-class _Coordinator(NamedTuple):
-    single_type_managers: tuple[_Group]
-    enable_partial_hash_hits: bool = False
-
-
-class _Block(NamedTuple):
-    block_id: int
-
-
-class _PoolView:
-    """What vLLM's schedulers ask of a manager's pool directly."""
-
-    null_block = _Block(0)
-
-    def __init__(self, blocks: EngineBlocks) -> None:
-        self._blocks = blocks
-
-    def free_blocks(self, parked: Parked | list[int]) -> None:
-        """The step that may have written these has ended."""
-        if isinstance(parked, Parked):
-            self._blocks.retire(parked.step)
-        elif parked:
-            raise UnsupportedFeature("retained copies", "blocks are given back by request only")
-
-    def get_num_free_blocks(self) -> int:
-        return self._blocks.num_free
-
-    def get_usage(self) -> float:
-        return self._blocks.num_used / self._blocks.num_blocks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a scheduler tells its manager.
-
-    num_blocks       in the KV cache, block 0, which vLLM pads with, among them
-    max_model_len    tokens that a request never outgrows
-    window           of a sliding-window group
-    admission_cap    blocks that a request of such a group never exceeds, for admission
-    watermark        blocks that an admission must leave free while others run
-    drop_last_hit    the last block of a hit is computed again, for EAGLE's sake
-    zeroing          the worker zeroes new blocks, and must be told of them
-    kind, spec       of the group, as vLLM calls it
-    """
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    enable_caching: bool
-    window: int | None = None
-    admission_cap: int | None = None
-    watermark: int = 0
-    drop_last_hit: bool = False
-    zeroing: bool = False
-    log_stats: bool = False
-    events: bool = False
-    kind: str = "full_attention"
-    spec: Any = None
 
 
 class KVCacheManager:
@@ -154,8 +65,8 @@ class KVCacheManager:
             reserve_null_block=True,
             events=settings.events,
         )
-        self.block_pool = _PoolView(self.blocks)
-        self.coordinator = _Coordinator((_Group(settings.block_size, settings.spec),))
+        self.block_pool = PoolView(self.blocks)
+        self.coordinator = Coordinator((Group(settings.block_size, settings.spec),))
         self.prefix_cache_stats = PrefixCacheStats() if settings.log_stats else None
         self.empty_kv_cache_blocks = self._none = Blocks([])
         self._events = EventTranslator(self.blocks, settings.kind, settings.window) if settings.events else None
@@ -202,7 +113,7 @@ class KVCacheManager:
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> Blocks | None:
-        """Slots for the request's next tokens and some lookahead: its new blocks, or None and no change."""
+        """Slots for the request's next tokens and some lookahead: its new blocks, or None, and none is taken."""
         held = self._held.get(request.request_id)
         num_tokens = request.num_computed_tokens + num_new_tokens
         if held is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from kvproof.backend.integrations.vllm.errors import UnsupportedFeature
-from kvproof.backend.integrations.vllm.manager import Settings
 from kvproof.backend.integrations.vllm.seam import (
     FullAttentionManager,
     SlidingWindowManager,
@@ -13,6 +13,35 @@ from kvproof.backend.integrations.vllm.seam import (
 )
 
 POOL = "use PoolScheduler, which keeps vLLM's own manager, or vLLM's scheduler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a scheduler tells its manager.
+
+    num_blocks       in the KV cache, block 0, which vLLM pads with, among them
+    max_model_len    tokens that a request never outgrows
+    window           of a sliding-window group
+    admission_cap    blocks that a request of such a group never exceeds, for admission
+    watermark        blocks that an admission must leave free while others run
+    drop_last_hit    the last block of a hit is computed again, for EAGLE's sake
+    zeroing          the worker zeroes new blocks, and must be told of them
+    kind, spec       of the group, as vLLM calls it
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    enable_caching: bool
+    window: int | None = None
+    admission_cap: int | None = None
+    watermark: int = 0
+    drop_last_hit: bool = False
+    zeroing: bool = False
+    log_stats: bool = False
+    events: bool = False
+    kind: str = "full_attention"
+    spec: Any = None
 
 
 def settings_of(scheduler: Any) -> Settings:

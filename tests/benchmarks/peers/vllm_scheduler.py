@@ -29,7 +29,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler  # noqa: E4
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 
 from kvproof.backend.integrations.vllm import PoolScheduler, Scheduler  # noqa: E402
-from kvproof.backend.integrations.vllm.manager import Blocks  # noqa: E402
+from kvproof.backend.integrations.vllm.views import Blocks  # noqa: E402
 from kvproof.fuzz.machines.vllm_engine import Ask, Shape, make  # noqa: E402
 
 NUM_REQUESTS = 256

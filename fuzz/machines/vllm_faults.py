@@ -1,0 +1,147 @@
+"""What can be broken in the vLLM integration, each to be noticed by a machine or a case. Runs where vLLM is installed."""
+
+from __future__ import annotations
+
+from kvproof.backend.integrations.vllm.blocks import EngineBlocks
+from kvproof.backend.integrations.vllm.manager import KVCacheManager
+from kvproof.backend.integrations.vllm.pool import BlockPool
+from kvproof.fuzz.planted import Fault
+
+FAULTS = (
+    Fault(
+        "published before its step is certain",
+        KVCacheManager,
+        "_let_go",
+        "if finished:\n            self._commit(held)",
+        "if True:\n            self._commit(held)",
+        "what is preempted before it ran is found, and was never written",
+    ),
+    Fault(
+        "due a token late",
+        KVCacheManager,
+        "_given",
+        "held.seq.num_reserved + 1",
+        "held.seq.num_reserved + 2",
+        "a token has no slot",
+    ),
+    Fault(
+        "lookahead forgotten",
+        KVCacheManager,
+        "_grow",
+        "num_tokens + num_lookahead",
+        "num_tokens",
+        "drafts have no slots",
+    ),
+    Fault(
+        "the cache is read by who must not",
+        KVCacheManager,
+        "get_computed_blocks",
+        " or request.skip_reading_prefix_cache",
+        "",
+        "its prompt's log-probabilities would be missing",
+    ),
+    Fault(
+        "watermark for nobody",
+        KVCacheManager,
+        "allocate_slots",
+        "spare += self.watermark_blocks",
+        "pass",
+        "admits into the last blocks, and preempts soon after",
+    ),
+    Fault(
+        "the first chunk is enough",
+        KVCacheManager,
+        "allocate_slots",
+        "if full_sequence_must_fit:",
+        "if False:",
+        "admits a prompt that can't be finished",
+    ),
+    Fault(
+        "hits are free of charge",
+        KVCacheManager,
+        "allocate_slots",
+        "self.blocks.pool.refs(block) == 0",
+        "False",
+        "a hit that nobody references is on the free list (vllm#11565)",
+    ),
+    Fault(
+        "one salt for all",
+        KVCacheManager,
+        "_sequence",
+        ", namespace=namespace_of(request)",
+        "",
+        "a tenant reads another's KV",
+    ),
+    Fault(
+        "media forgotten",
+        KVCacheManager,
+        "_sequence",
+        ", media=media",
+        "",
+        "one image is taken for another",
+    ),
+    Fault(
+        "what a finished request wrote is lost",
+        KVCacheManager,
+        "_let_go",
+        "if finished:\n            self._commit(held)",
+        "if False:\n            self._commit(held)",
+        "its last block is never found",
+    ),
+    Fault(
+        "drafts are published",
+        KVCacheManager,
+        "cache_blocks",
+        "min(num_computed_tokens, request.num_tokens)",
+        "num_computed_tokens",
+        "a rejected draft is found as if it had been said (vllm#49377)",
+    ),
+    Fault(
+        "the window closes a step early",
+        KVCacheManager,
+        "_num_processed",
+        "request.num_computed_tokens - request.num_in_flight_tokens",
+        "request.num_computed_tokens + 4",
+        "a block is handed out that a step still reads",
+    ),
+    Fault(
+        "a window is left at commit",
+        EngineBlocks,
+        "_leave_window",
+        '"""Not at commit."""',
+        "super(EngineBlocks, self)._leave_window(seq, window)",
+        "as above, by the step that fills the next block",
+    ),
+    Fault(
+        "freed in the wrong order",
+        BlockPool,
+        "free_blocks",
+        "for block in reversed(own) if",
+        "for block in own if",
+        "not vLLM's order of reuse",
+    ),
+    Fault(
+        "freed more often than referenced",
+        BlockPool,
+        "_require_references",
+        "times > block.ref_cnt",
+        "False",
+        "half of it is freed when it is refused",
+    ),
+    Fault(
+        "media of a session's next input forgotten",
+        KVCacheManager,
+        "_extend",
+        "if request.mm_features:",
+        "if False:",
+        "an image that came later is taken for its placeholders",
+    ),
+    Fault(
+        "content outlives its block",
+        BlockPool,
+        "get_new_blocks",
+        "self._maybe_evict_cached_block(block)",
+        "pass",
+        "a block is found by what it held before (kvcached#362)",
+    ),
+)
