@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-_GROWS = "more = array('i', bytes(self._next.itemsize * (place + place // 2 + 1 - len(self._next))))"
+_LINKS = "self._links = self._links + array('i', bytes(self._links.itemsize * (missing + 2 * (place // 2))))"
 _REBUILDS = "if len(self._heap) > 2 * len(self._entries) + 16:"
+_MORE = "more = max(min(size // 4, 1024), n)"
+_RECORDS = "self._records = array('Q', bytes(8 * _WORDS))"
+_ROOM = "self._records.frombytes(bytes(8 * _WORDS * more))"
+_FREED = "self._records[place:place + _WORDS] = array('Q', bytes(8 * _WORDS))"
+_OF_NODE = "node = self._records[place + _NODE]"
+_NODES = "nodes = (self._records[place + _NODE] for first in self._buckets for place in self._bucket(first))"
+_CHILDREN = "children.append(self._records[child + _NODE])"
 
 _BY_REASON = {
-    "how much room for growth is added: any amount that makes place `place` exist will do": (
-        f"policy.LRU.insert: {_GROWS} -> {_GROWS.replace('1 - len', '1 + len')}",
-        f"policy.LRU.insert: {_GROWS} -> {_GROWS.replace('// 2', '* 2')}",
-        f"policy.LRU.insert: {_GROWS} -> {_GROWS.replace('// 2', '// 3')}",
-        f"policy.LRU.insert: {_GROWS} -> {_GROWS.replace('+ 1 -', '+ 2 -')}",
+    "how much room for growth is added: any amount that makes the places that are asked for exist will do": (
+        "policy.LRU.insert: missing = 2 * (place + 1) - len(self._links) -> "
+        "missing = 3 * (place + 1) - len(self._links)",
+        "policy.LRU.insert: missing = 2 * (place + 1) - len(self._links) -> "
+        "missing = 2 * (place + 2) - len(self._links)",
+        "policy.LRU.insert: if missing > 0: -> if missing >= 0:",
+        f"policy.LRU.insert: {_LINKS} -> {_LINKS.replace('+ 2 *', '+ 3 *')}",
+        f"policy.LRU.insert: {_LINKS} -> {_LINKS.replace('place // 2', 'place * 2')}",
+        f"policy.LRU.insert: {_LINKS} -> {_LINKS.replace('place // 2', 'place // 3')}",
+        f"index.PrefixIndex.__init__: {_RECORDS} -> {_RECORDS.replace('8', '9')}",
+        "index.PrefixIndex._new: self.make_room(1) -> self.make_room(2)",
+        "index.PrefixIndex.make_room: if n <= len(self._free_places): -> if n < len(self._free_places):",
+        f"index.PrefixIndex.make_room: {_MORE} -> {_MORE.replace('4, ', '5, ')}",
+        f"index.PrefixIndex.make_room: {_MORE} -> {_MORE.replace('1024', '1025')}",
+        f"index.PrefixIndex.make_room: {_ROOM} -> {_ROOM.replace('8', '9')}",
     ),
     "numbers that are compared with each other only: where they start and how far apart they are is all one": (
         "policy.FIFO.__init__: self._num_inserted = 0 -> self._num_inserted = 1",
         "policy.FIFO.insert: self._num_inserted += 1 -> self._num_inserted += 2",
+        "pool.BlockPool.__init__: self.clock = 0 -> self.clock = 1",
     ),
     "when the heap is rebuilt from the entries: before and after, the same entries come out in the same order": (
         f"policy.FIFO.insert: {_REBUILDS} -> {_REBUILDS.replace('>', '>=')}",
@@ -22,6 +40,25 @@ _BY_REASON = {
         f"policy.FIFO.insert: {_REBUILDS} -> {_REBUILDS.replace('2 *', '3 *')}",
         f"policy.FIFO.insert: {_REBUILDS} -> {_REBUILDS.replace('16', '17')}",
     ),
+    "`_NODE` is 0": (
+        f"index.PrefixIndex.find: {_OF_NODE} -> {_OF_NODE.replace('+', '-')}",
+        f"index.PrefixIndex.nodes: {_NODES} -> {_NODES.replace('+', '-')}",
+        f"index.PrefixIndex._children: {_CHILDREN} -> {_CHILDREN.replace('+', '-')}",
+    ),
+    "the hash of a root, which is in no bucket": (
+        "index.PrefixIndex.plant: root = self._new(NONE, NONE, 0) -> root = self._new(NONE, NONE, 1)",
+    ),
+    "an empty rest of the key is kept, and put behind the key": (
+        "index.PrefixIndex.add: if len(key) > size: -> if len(key) >= size:",
+    ),
+    "sorts the nodes into as many buckets as there are": (
+        "index.PrefixIndex.make_room: if size + more > len(self._buckets): -> if size + more >= len(self._buckets):",
+    ),
+    "leads to a second check, which decides": (
+        "pool.BlockPool.content: if not self.num_reserved <= block < self.num_blocks: -> "
+        "if not self.num_reserved < block < self.num_blocks:",
+    ),
+    "runs on big-endian machines only": ("events.EventLog._stored_event: token_ids.byteswap() -> pass",),
 }
 
 EQUIVALENT = {name: reason for reason, names in _BY_REASON.items() for name in names}

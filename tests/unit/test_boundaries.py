@@ -85,6 +85,16 @@ def test_a_node_outlives_all_but_its_last_block() -> None:
     assert list(index.nodes()) == []
 
 
+def test_a_bucket_has_a_node_or_none_on_average() -> None:
+    """Nothing but time would tell: whatever they are, nodes are found."""
+    index = PrefixIndex(4)
+    root = index.plant(Namespace())
+    for i in range(70):
+        index.add(i, root, i.to_bytes(4, "little"), i)
+        num_places = len(index._keys) // 4
+        assert num_places <= len(index._buckets) < 2 * num_places
+
+
 class Failing(LRU):
     def pop(self) -> int:
         raise OSError
