@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # "fuzz/." and not "fuzz", which is a target.
-PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/models fuzz/. fuzz/conformance fuzz/machines fuzz/spec
+PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/integrations backend/integrations/vllm backend/models \
+	fuzz/. fuzz/conformance fuzz/machines fuzz/planted fuzz/spec
 
 ALLOCATOR_TESTS := $(patsubst %,tests/unit/test_%.py,audit batch compat compat_machine events exception_safety field_failures \
 	index manager manager_machine policy pool sequence shared_blocks snapshot stats)
 
-.PHONY: help demo test test-pure bench fuzz mutants spec spec-full lint types fmt dev clean
+.PHONY: help demo test test-pure test-flashinfer bench fuzz mutants spec spec-full lint types fmt dev clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +30,19 @@ test: dev ## the whole test suite
 
 test-pure: dev ## the allocator's tests without its compiled loops
 	KVPROOF_PURE=1 $(BIN)/python -m pytest $(ALLOCATOR_TESTS)
+
+# The Python of the package alone, which is what drives its kernels: an old release and a recent one that is small.
+FLASHINFER := 0.6.6 0.7.0.post1
+
+test-flashinfer: dev $(FLASHINFER:%=$(VENV)/flashinfer-%) ## the FlashInfer driver over the real package's Python, no GPU needed
+	for release in $(FLASHINFER); do \
+		KVPROOF_FLASHINFER=$$release PYTHONPATH=$(VENV)/flashinfer-$$release \
+			$(BIN)/python -m pytest tests/unit/test_flashinfer_wrappers.py || exit 1; \
+	done
+
+$(VENV)/flashinfer-%: | $(VENV)/.linked
+	$(PIP) install --constraint constraints.txt --no-deps --target $@.part flashinfer-python==$* apache-tvm-ffi nvidia-ml-py
+	@mv $@.part $@
 
 bench: dev ## benchmarks, each beside its peer in the same run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds -s
