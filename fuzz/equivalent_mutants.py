@@ -12,6 +12,8 @@ _OF_NODE = "node = self._records[place + _NODE]"
 _NODES = "nodes = (self._records[place + _NODE] for first in self._buckets for place in self._bucket(first))"
 _CHILDREN = "children.append(self._records[child + _NODE])"
 
+_AHEAD = "hashes = self._hashes(seq, i + 1 if i < len(seq._hashes) else min(2 * i + 1, limit))"
+
 _BY_REASON = {
     "how much room for growth is added: any amount that makes the places that are asked for exist will do": (
         "policy.LRU.insert: missing = 2 * (place + 1) - len(self._links) -> "
@@ -39,6 +41,14 @@ _BY_REASON = {
         f"policy.FIFO.insert: {_REBUILDS} -> {_REBUILDS.replace('+', '-')}",
         f"policy.FIFO.insert: {_REBUILDS} -> {_REBUILDS.replace('2 *', '3 *')}",
         f"policy.FIFO.insert: {_REBUILDS} -> {_REBUILDS.replace('16', '17')}",
+    ),
+    "how many blocks are hashed ahead: the hash of block `i` is there in any case, and hashes are kept": (
+        f"prefix.PrefixCache.find: {_AHEAD} -> hashes = self._hashes(seq, min(2 * i + 1, limit) "
+        "if i < len(seq._hashes) else i + 1)",
+        f"prefix.PrefixCache.find: {_AHEAD} -> {_AHEAD.replace('<', '<=')}",
+        "prefix.PrefixCache.find: i + 1 -> i - 1",
+        "prefix.PrefixCache.find: min(2 * i + 1, limit) -> min(3 * i + 1, limit)",
+        "prefix.PrefixCache.find: min(2 * i + 1, limit) -> min(2 * i + 2, limit)",
     ),
     "`_NODE` is 0": (
         f"index.PrefixIndex.find: {_OF_NODE} -> {_OF_NODE.replace('+', '-')}",

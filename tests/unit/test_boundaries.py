@@ -85,6 +85,17 @@ def test_a_node_outlives_all_but_its_last_block() -> None:
     assert list(index.nodes()) == []
 
 
+def test_siblings_close_the_gap_that_one_of_them_leaves() -> None:
+    index = PrefixIndex(4)
+    parent = index.add(1, index.plant(Namespace()), b"head", 0)
+    oldest, middle, youngest = (index.add(block, parent, b"kid%d" % block, block) for block in (2, 3, 4))
+    index.carry(5, youngest)
+    assert index.remove(3, middle) == []
+    assert index.remove(2, oldest) == []
+    assert index.remove(1, parent) == [4, 5]
+    assert (list(index.nodes()), index._more_blocks) == ([], {})
+
+
 def test_a_bucket_has_a_node_or_none_on_average() -> None:
     """Nothing but time would tell: whatever they are, nodes are found."""
     index = PrefixIndex(4)
