@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvproof.backend.integrations.vllm.blocks import EngineBlocks
+from kvproof.backend.integrations.vllm.events import EventTranslator
 from kvproof.backend.integrations.vllm.manager import KVCacheManager
 from kvproof.backend.integrations.vllm.pool import BlockPool
 from kvproof.fuzz.planted import Fault
@@ -111,6 +112,22 @@ FAULTS = (
         '"""Not at commit."""',
         "super(EngineBlocks, self)._leave_window(seq, window)",
         "as above, by the step that fills the next block",
+    ),
+    Fault(
+        "a stored event has lost its parent",
+        EventTranslator,
+        "_stored",
+        "None if parent is None else self._origins[parent].hash",
+        "None",
+        "a router takes the middle of a prefix for its beginning",
+    ),
+    Fault(
+        "events are translated too late",
+        KVCacheManager,
+        "_commit",
+        "self._events.catch_up()",
+        "pass",
+        "what was evicted and computed again has no hash when it is told of",
     ),
     Fault(
         "freed in the wrong order",
