@@ -21,7 +21,8 @@
 #error "keys are little-endian integers, and these loops take them from memory as they are: do without the loops"
 #endif
 
-#define PLACE_BITS 32
+#define PLACE_BITS 29 /* of a node's number */
+#define MAX_NUMBER ((int64_t)(UINT64_MAX >> PLACE_BITS))
 
 #define NAMES(X) \
     X(_buckets) X(_cached) X(_content) X(_due) X(_empty) X(_free_places) X(_hashes) X(_key_size) X(_keys) \

@@ -38,15 +38,20 @@ static Record *record_at(Index *index, uint64_t place)
     return (Record *)(index->records.words + place);
 }
 
+static uint32_t place_of(uint64_t node)
+{
+    return (uint32_t)(node << 3);
+}
+
 static Record *record_of(Index *index, uint64_t node)
 {
-    return record_at(index, (uint32_t)node);
+    return record_at(index, place_of(node));
 }
 
 /* Whether there is such a node. Not of 0, which is none. */
 static int is_alive(Index *index, uint64_t node)
 {
-    Py_ssize_t place = (Py_ssize_t)(uint32_t)node;
+    Py_ssize_t place = (Py_ssize_t)place_of(node);
     return place + WORDS <= index->records.n && record_of(index, node)->node == node;
 }
 

@@ -110,9 +110,9 @@ static PyObject *take_run(PyObject *module, PyObject *const *args, Py_ssize_t na
             if (node == 0 || !is_plain_leaf(&index, more_blocks, block, node) || !hand_out(&pool, blocks, block))
                 break;
             ring_remove(&ring, block);
-            forget_leaf(&index, (uint32_t)node);
+            forget_leaf(&index, place_of(node));
             pool.content.words[block] = 0;
-            places.places[num_free++] = (uint32_t)node;
+            places.places[num_free++] = place_of(node);
             residency += pool.clock + done + 1 - (int64_t)pool.published.words[block];
         }
     }
@@ -181,7 +181,7 @@ static int open_press(PyObject *index_object, PyObject *pool_object, Press *pres
 static int can_publish(Press *press, int64_t block)
 {
     return is_block(&press->pool, block) && press->pool.refs.ints[block] > 0 && press->pool.content.words[block] == 0 &&
-           press->num_free > 0 && press->last_number < INT32_MAX;
+           press->num_free > 0 && press->last_number < MAX_NUMBER;
 }
 
 /* `PrefixIndex.add` and `BlockPool.publish`; returns the node. */
@@ -190,7 +190,7 @@ static uint64_t publish_block(Press *press, int64_t block, uint64_t parent, cons
     Index *index = &press->index;
     uint32_t place = press->places.places[--press->num_free], *bucket = bucket_of(index, hash);
     Record *above = record_of(index, parent);
-    uint64_t node = (uint64_t)++press->last_number << PLACE_BITS | place;
+    uint64_t node = (uint64_t)++press->last_number << PLACE_BITS | place >> 3;
     *record_at(index, place) = (Record){.node = node, .parent = parent, .hash = hash, .block = (uint64_t)block,
                                         .collision = *bucket, .older = above->child};
     memcpy(key_at(index, place), key, (size_t)index->key_size);

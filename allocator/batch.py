@@ -45,7 +45,7 @@ class DecodeBatch:
 
     def __init__(self, manager: BlockManager, capacity: int) -> None:
         require_int("capacity", capacity, 1, MAX_BLOCKS)
-        self.capacity = capacity
+        self._capacity = capacity
         self._manager = manager
         self._rows: list[Sequence] = []
         self._num_steps = 0
@@ -59,6 +59,11 @@ class DecodeBatch:
         self._tables = array("i")
         self._num_columns = 0
         self._fit(1)
+
+    @property
+    def capacity(self) -> int:
+        """The most rows there can be."""
+        return self._capacity
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -77,7 +82,7 @@ class DecodeBatch:
         Row r belongs to the r-th sequence; rows from `len(batch)` on, and entries past the end of a sequence's own
         table, mean nothing. The array is replaced when a table outgrows its columns.
         """
-        return memoryview(self._tables).cast("B").cast("i", (self.capacity, self._num_columns))
+        return memoryview(self._tables).cast("B").cast("i", (self._capacity, self._num_columns))
 
     def add(self, seq: Sequence) -> bool:
         """Give `seq` the last row, and slots to the end of the block that its next token is in.
@@ -90,8 +95,8 @@ class DecodeBatch:
         manager._movable(seq)
         if len(seq._tokens) != seq._num_computed + 1:
             raise SequenceStateError(f"{seq} can't decode in a batch: it must have exactly one token left to compute")
-        if len(self._rows) == self.capacity:
-            raise SequenceStateError(f"the batch is full: it has {self.capacity} rows")
+        if len(self._rows) == self._capacity:
+            raise SequenceStateError(f"the batch is full: it has {self._capacity} rows")
         if seq._num_computed == seq.max_length:
             raise InvalidArgument(f"{seq} has its max_length {seq.max_length} of tokens: nothing is left to decode")
         # To the end of a block, also of slots that were reserved ahead: later ones come by whole blocks.
@@ -191,7 +196,7 @@ class DecodeBatch:
         manager.index.make_room(2 * len(rows))  # as many blocks, and perhaps roots
         for seq in rows:
             self._prepare_row(seq)
-        at = self._num_steps % self._log_steps * self.capacity
+        at = self._num_steps % self._log_steps * self._capacity
         self._log[at : at + len(sampled)] = sampled
         self._num_steps += 1
         self._due.pop(self._num_steps, None)
@@ -237,7 +242,7 @@ class DecodeBatch:
         """Bring one of the batch's sequences up to date."""
         behind = self._num_steps - seq._settled_at
         if behind:
-            column, start = self._log[seq._row :: self.capacity], seq._settled_at % self._log_steps
+            column, start = self._log[seq._row :: self._capacity], seq._settled_at % self._log_steps
             seq._tokens += (column + column)[start : start + behind]
             seq._num_computed += behind
             seq._settled_at = self._num_steps
@@ -264,7 +269,7 @@ class DecodeBatch:
         if num_blocks <= self._num_columns:
             return
         width, num_columns = self._num_columns, num_blocks + num_blocks // 2
-        tables = array("i", bytes(4 * self.capacity * num_columns))
+        tables = array("i", bytes(4 * self._capacity * num_columns))
         for row in range(len(self._rows)):
             start = row * num_columns
             tables[start : start + width] = self._tables[row * width : (row + 1) * width]

@@ -14,8 +14,9 @@ from kvproof.allocator.hashing import Namespace
 NONE = 0
 """No node."""
 
-_PLACE_BITS = 32
-_PLACE = 2**_PLACE_BITS - 1
+_PLACE_BITS = 29  # of a node's number: without the three that are 0
+_PLACE = 2**_PLACE_BITS - 1 << 3
+_MAX_NUMBER = (1 << 64 - _PLACE_BITS) - 1  # blocks of 16 tokens: nine weeks at 100,000 tokens a second
 
 # What there is to know of a node, as words of its record. The links are places, 0 is none.
 _NODE, _PARENT, _HASH, _BLOCK, _COLLISION, _CHILD, _OLDER, _YOUNGER = range(8)
@@ -65,6 +66,15 @@ class PrefixIndex:
             self._namespaces[root] = namespace
         return root
 
+    @property
+    def numbers_left(self) -> int:
+        """How many nodes can still be added before numbers would have to be used again."""
+        return _MAX_NUMBER - self._last_number
+
+    def restart(self) -> None:
+        """Number nodes from the beginning again. There must be none."""
+        self._last_number = 0
+
     def find(self, parent: int, key: bytes, hash: int) -> int:
         """The live node of exactly `key` after exactly `parent`, or `NONE`."""
         place = self._buckets[hash & len(self._buckets) - 1]
@@ -81,7 +91,7 @@ class PrefixIndex:
         if len(key) < size:
             raise InvalidArgument(f"a key of {len(key)} bytes, must have at least {size}")
         node = self._new(block, parent, hash)
-        place, above = node & _PLACE, parent & _PLACE
+        place, above = node << 3 & _PLACE, parent << 3 & _PLACE
         at = place // _WORDS * size
         self._keys[at : at + size] = key[:size]
         if len(key) > size:
@@ -107,7 +117,7 @@ class PrefixIndex:
         """The blocks that carry a live node's content, in the order in which they came to."""
         if node in self._namespaces:
             return ()
-        return self._records[(node & _PLACE) + _BLOCK], *self._more_blocks.get(node, ())
+        return self._records[(node << 3 & _PLACE) + _BLOCK], *self._more_blocks.get(node, ())
 
     def remove(self, block: int, node: int) -> list[int]:
         """`block` carries `node`'s content no longer.
@@ -118,12 +128,12 @@ class PrefixIndex:
         if node in self._more_blocks:
             left = list(self.blocks(node))
             left.remove(block)
-            self._records[(node & _PLACE) + _BLOCK] = left[0]
+            self._records[(node << 3 & _PLACE) + _BLOCK] = left[0]
             del self._more_blocks[node]
             if left[1:]:
                 self._more_blocks[node] = tuple(left[1:])
             return []
-        place = node & _PLACE
+        place = node << 3 & _PLACE
         parent, older, younger = (self._records[place + word] for word in (_PARENT, _OLDER, _YOUNGER))
         orphans: list[int] = []
         dying = [node]
@@ -150,7 +160,7 @@ class PrefixIndex:
         return (Node(self, node) for node in sorted(nodes))
 
     def _key(self, node: int) -> bytes:
-        at = (node & _PLACE) // _WORDS * self._key_size
+        at = (node << 3 & _PLACE) // _WORDS * self._key_size
         key = bytes(self._keys[at : at + self._key_size])
         return key + self._more_key[node] if node in self._more_key else key
 
@@ -164,7 +174,7 @@ class PrefixIndex:
     def _children(self, node: int) -> list[int]:
         """Oldest first."""
         children = []
-        child = self._records[(node & _PLACE) + _CHILD]
+        child = self._records[(node << 3 & _PLACE) + _CHILD]
         while child:
             children.append(self._records[child + _NODE])
             child = self._records[child + _OLDER]
@@ -176,7 +186,7 @@ class PrefixIndex:
             self.make_room(1)
         place = self._free_places.pop()
         self._last_number += 1
-        node = self._last_number << _PLACE_BITS | place
+        node = self._last_number << _PLACE_BITS | place >> 3
         self._records[place : place + _COLLISION] = array("Q", (node, parent, hash, block))
         return node
 
@@ -211,7 +221,7 @@ class PrefixIndex:
     def _forget(self, node: int) -> None:
         if self._events is not None:
             self._events.removed(Node(self, node))  # pyright: ignore[reportArgumentType]
-        place = node & _PLACE
+        place = node << 3 & _PLACE
         bucket, after = self._records[place + _HASH] & len(self._buckets) - 1, self._records[place + _COLLISION]
         first = self._buckets[bucket]
         if first == place:
@@ -230,10 +240,10 @@ class PrefixIndex:
         if younger:
             self._records[younger + _OLDER] = older
         else:
-            self._records[(parent & _PLACE) + _CHILD] = older
+            self._records[(parent << 3 & _PLACE) + _CHILD] = older
             if not older and parent in self._namespaces:
                 del self._roots[self._namespaces.pop(parent)]
-                self._free(parent & _PLACE)
+                self._free(parent << 3 & _PLACE)
 
     def _free(self, place: int) -> None:
         self._records[place : place + _WORDS] = array("Q", bytes(8 * _WORDS))
@@ -258,14 +268,14 @@ class Node:
     @property
     def parent(self) -> Node | None:
         """None of a root."""
-        parent = self.index._records[(self.number & _PLACE) + _PARENT]
+        parent = self.index._records[(self.number << 3 & _PLACE) + _PARENT]
         return Node(self.index, parent) if parent else None
 
     @property
     def namespace(self) -> Namespace:
         node = self.number
         while node and node not in self.index._namespaces:
-            node = self.index._records[(node & _PLACE) + _PARENT]
+            node = self.index._records[(node << 3 & _PLACE) + _PARENT]
         return self.index._namespaces[node]  # raises KeyError of a node that has died
 
     @property
@@ -275,7 +285,7 @@ class Node:
 
     @property
     def hash(self) -> int:
-        hash: int = self.index._records[(self.number & _PLACE) + _HASH]
+        hash: int = self.index._records[(self.number << 3 & _PLACE) + _HASH]
         return hash
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from kvproof.allocator import loops
-from kvproof.allocator.errors import IllegalTransition, require_int, shown
+from kvproof.allocator.errors import IllegalTransition, InvalidArgument, require_int, shown
 from kvproof.allocator.policy import LRU, EvictionPolicy
 
 MAX_BLOCKS = 2**28  # block ids are int32 in every block table, and the index has 8 words for each
@@ -65,6 +65,10 @@ class BlockPool:
         # Blocks without content, a stack: the last released is the likeliest to be in a processor's cache.
         self._empty = array("i", range(num_blocks - 1, num_reserved - 1, -1))
         self._cached = policy if policy is not None else LRU()
+        if len(self._cached):
+            raise InvalidArgument(
+                f"the eviction policy has {len(self._cached)} blocks already: each pool needs its own"
+            )
         self._on_evict = on_evict
         self._take_run = take_run
 

@@ -76,9 +76,12 @@ class PrefixCache:
         """Make the sequence's computed blocks `first` to `stop`, for which `prepare` was called, findable.
 
         Returns those entries whose content is findable already, with its node: nothing has happened to their blocks.
-        None are published, and none returned, when their prefix can't be found: then neither could they.
+        None are published, and none returned, when their prefix can't be found: then neither could they; nor when
+        identities have run out, which only `clear` ends.
         """
         duplicates: dict[int, int] = {}
+        if self.index.numbers_left <= stop - first:  # one may be a root's
+            return duplicates
         parent = self._node_before(seq, first)
         if not parent:
             return duplicates
@@ -118,6 +121,7 @@ class PrefixCache:
             self.events.clearing = True
         try:
             self.pool.evict_all()
+            self.index.restart()
         finally:
             self.counters.evictions, self.counters.residency = counted  # not to make room
             if self.events is not None:

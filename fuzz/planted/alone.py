@@ -78,7 +78,7 @@ INDEX_FAULTS = (
         "namespaces kept for ever",
         PrefixIndex,
         "_close_gap",
-        "del self._roots[self._namespaces.pop(parent)]\n            self._free(parent & _PLACE)",
+        "del self._roots[self._namespaces.pop(parent)]\n            self._free(parent << 3 & _PLACE)",
         "pass",
         "every salt that was ever seen stays in memory",
     ),

@@ -26,7 +26,7 @@ BATCH_FAULTS = (
         "log written over what is owed",
         DecodeBatch,
         "commit",
-        "self._num_steps % self._log_steps * self.capacity",
+        "self._num_steps % self._log_steps * self._capacity",
         "0",
         "tokens that nobody has looked at yet are lost",
     ),

@@ -60,7 +60,7 @@ def forget_a_free_block(manager: BlockManager, seq: Sequence) -> None:
 
 
 def place_of(manager: BlockManager, block: int) -> int:
-    return node_of(manager, block).number % 2**32
+    return node_of(manager, block).number % 2**29 * 8
 
 
 def another_carrier(manager: BlockManager, seq: Sequence) -> None:
@@ -81,7 +81,7 @@ def no_parent(manager: BlockManager, seq: Sequence) -> None:
 
 def dead_parent(manager: BlockManager, seq: Sequence) -> None:
     """Its parent died, and its place is another's."""
-    manager.index._records[place_of(manager, 1) + _PARENT] -= 2**32
+    manager.index._records[place_of(manager, 1) + _PARENT] -= 2**29
 
 
 def childless_root(manager: BlockManager, seq: Sequence) -> None:

@@ -83,7 +83,7 @@ def test_a_node_has_one_life() -> None:
     assert index.remove(0, old) == [1]
     new = index.add(0, root, A, 1)
     other = index.add(1, root, C, 2)  # the places of both are taken again
-    assert {node % 2**32 for node in (new, other)} == {node % 2**32 for node in (old, below)}
+    assert {node % 2**29 for node in (new, other)} == {node % 2**29 for node in (old, below)}
     assert index.find(root, A, 1) == new != old
     assert index.find(new, B, 2) == NONE
     assert index.find(old, B, 2) == NONE

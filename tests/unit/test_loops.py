@@ -477,8 +477,8 @@ def test_a_row_may_become_as_long_as_anybody_says(max_length: Any) -> None:
 
 def test_a_policy_that_holds_what_is_no_block_is_refused() -> None:
     policy = LRU()
-    policy.insert(10**6, 0)
     pool = BlockManager(4, 2, policy=policy).pool
+    policy.insert(10**6, 0)
     with pytest.raises(KvproofError, match="there is no block 1000000"):
         pool.take(5)
     assert pool.free_lists()[0] == [0, 1, 2, 3]

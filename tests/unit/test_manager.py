@@ -422,3 +422,39 @@ def test_a_copy_that_was_written_over_leaves_its_child_to_an_older_parent() -> N
     assert manager.pool.free_lists() == ([2], [])
     assert manager.stats().evictions == 3
     manager.check()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_when_identities_have_run_out_nothing_more_is_published(batched: bool) -> None:
+    """An identity is never used again while anything is findable: a server runs on, and finds what it has."""
+
+    def prefilled(*tokens: int) -> Sequence:
+        seq = manager.sequence(tokens)
+        assert manager.admit(seq) is Admission.NOW
+        manager.commit(seq, len(seq) - seq.num_computed)
+        return seq
+
+    manager = BlockManager(12, 2)
+    manager.release(prefilled(1, 2, 3, 4))
+    manager.index._last_number = 2**35 - 2  # one is left, which could be a root's
+    seq = prefilled(1, 2, 3, 4, 5, 6, 7)
+    assert seq.num_cached == 4
+    seq.append(8)
+    batch = manager.decode_batch(1)
+    if batched:
+        assert batch.add(seq)
+    for token in range(9):
+        if batched:
+            assert batch.reserve() == []
+            batch.commit([token])
+        else:
+            assert manager.reserve(seq)
+            manager.commit(seq)
+            seq.append(token)
+    manager.check()
+    assert manager.stats().published == 2
+    manager.release(seq)
+    manager.reset_prefix_cache()
+    prefilled(1, 2, 3, 4)
+    manager.check()
+    assert manager.stats().published == 4

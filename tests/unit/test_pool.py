@@ -160,3 +160,10 @@ def test_a_policy_decides_among_the_cached_only() -> None:
         pool.release(block)
     pool.release(3)
     assert pool.take(4) == [3, 2, 1, 0]
+
+
+def test_a_policy_with_blocks_of_its_own_is_refused() -> None:
+    policy = LRU()
+    policy.insert(3, 0)
+    with pytest.raises(InvalidArgument, match=r"^the eviction policy has 1 blocks already: each pool needs its own$"):
+        BlockPool(4, policy=policy)

@@ -38,7 +38,7 @@ WRITERS = declared(
         "_roots": ["index.PrefixIndex: __init__ _close_gap plant"],
         "_namespaces": ["index.PrefixIndex: __init__ _close_gap plant"],
         "_more_blocks": ["index.PrefixIndex: __init__ _forget carry remove"],
-        "_last_number": ["index.PrefixIndex: __init__ _new"],
+        "_last_number": ["index.PrefixIndex: __init__ _new restart"],
         "_records": ["index.PrefixIndex: __init__ _close_gap _forget _free _new _spread add make_room remove"],
         "_keys": ["index.PrefixIndex: __init__ add make_room"],
         "_more_key": ["index.PrefixIndex: __init__ _forget add"],
