@@ -84,12 +84,7 @@ def select(name: str, spec: CacheSpec) -> type[AttentionBackend]:
 
 def over_cache(backend: type[AttentionBackend], spec: CacheSpec, cache: Tensor) -> AttentionBackend:
     """A `backend` for `spec` on a cache that is there already, of `spec.cache_shape`, each layer of it one piece."""
-
-    class OverCache(backend):  # type: ignore[misc, valid-type]
-        def create_cache(self, spec: CacheSpec) -> Tensor:
-            return cache
-
-    made: AttentionBackend = OverCache(spec)
+    made: AttentionBackend = type(backend.__name__, (backend,), {"create_cache": lambda self, spec: cache})(spec)
     return made
 
 

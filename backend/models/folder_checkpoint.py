@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,18 @@ class FolderCheckpoint:
         self.path = path
         self._metadata = Metadata.from_json(path / "config.json")
         self.architecture = self._metadata.require("model_type", str)
+        self._config: ModelConfig | None = None
 
-    @cached_property
+    @property
     def config(self) -> ModelConfig:
         """Raises `UnsupportedModel` if the architecture or one of its options isn't of the Llama family, and
         `CheckpointError` if a file is missing or damaged, or the folder doesn't hold exactly the tensors of its config.
         """
+        if self._config is None:
+            self._config = self._checked_config()
+        return self._config
+
+    def _checked_config(self) -> ModelConfig:
         config = _config(self._metadata, self.path)
         found: dict[str, Shape] = {}
         for file in _weight_files(self.path):

@@ -60,12 +60,13 @@ class Batch:
         query = np.diff(start)
         rows = np.flatnonzero(query)
         rows = rows[np.argsort(query[rows] != 1, kind="stable")]
-        tokens = np.concatenate([np.arange(start[row], start[row + 1]) for row in rows])
-        query, lens = query[rows], lens[rows]
+        start, query, lens = start[rows], query[rows], lens[rows]
+        within = np.arange(query.sum()) - np.repeat(np.cumsum(query) - query, query)  # each token's place in its row
+        tokens = np.repeat(start, query) + within
         needed = -(-lens // block_size)
         left = np.maximum(lens - query + 1 - (window or INT32_LIMIT), 0) // block_size
         tables = []
-        for blocks, count, hidden in zip(block_table.cpu().numpy()[rows], needed, left, strict=True):
+        for blocks, count, hidden in zip(block_table.cpu().numpy()[rows], needed.tolist(), left.tolist(), strict=True):
             table = array("i", bytes(4 * hidden))  # of the null block, 0
             table.frombytes(blocks[hidden:count].astype(np.int32).tobytes())
             tables.append(table)
