@@ -48,10 +48,8 @@ class Side(RuleBasedStateMachine):
         drawn = data.draw(self.shapes)
         capacity = (drawn["num_blocks"] - 1) * drawn["block_size"]
         shape = self.shape = Shape(**drawn, max_model_len=min(capacity // len(drawn.get("windows", (None,))), 48))
-        self.engines = [
-            Engine(stock if i == 0 else self.ours[shape.asynchronous], shape)
-            for i, stock in enumerate((StockAsyncScheduler if shape.asynchronous else StockScheduler, None))
-        ]
+        stock = StockAsyncScheduler if shape.asynchronous else StockScheduler
+        self.engines = [Engine(stock, shape), Engine(self.ours[shape.asynchronous], shape)]
         self.beside = self.sound = True
         self.was_reset = False
         self.was_preempted = False
