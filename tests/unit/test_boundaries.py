@@ -101,9 +101,9 @@ def test_a_bucket_has_a_node_or_none_on_average() -> None:
     index = PrefixIndex(4)
     root = index.plant(Namespace())
     for i in range(70):
-        index.add(i, root, i.to_bytes(4, "little"), i)
         num_places = len(index._keys) // 4
         assert num_places <= len(index._buckets) < 2 * num_places
+        index.add(i, root, i.to_bytes(4, "little"), i)
 
 
 class Failing(LRU):
@@ -111,8 +111,15 @@ class Failing(LRU):
         raise OSError
 
 
+@pytest.mark.parametrize("n", [False, True, -1, 1.0])
+def test_what_is_no_count_takes_nothing(n: int) -> None:
+    pool = BlockManager(2, 1).pool
+    with pytest.raises(InvalidArgument):
+        pool.take(n)
+    assert (pool.clock, pool.num_free) == (0, 2)
+
+
 def test_a_take_that_fails_half_way_turns_the_clock_back() -> None:
-    """With two blocks taken already: the compiled loops take them, or Python does."""
     manager = BlockManager(3, 1, policy=Failing())
     seq = manager.sequence([1, 2])
     manager.admit(seq, 1)
@@ -123,3 +130,24 @@ def test_a_take_that_fails_half_way_turns_the_clock_back() -> None:
     with pytest.raises(OSError):
         manager.pool.take(3)
     assert (manager.pool.clock, manager.pool.free_lists()) == before
+
+
+def test_so_does_one_that_the_compiled_loops_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the two blocks without content, and leave the one that is not alone in carrying its own to Python."""
+
+    def fail(*_: object) -> None:
+        raise OSError
+
+    manager = BlockManager(4, 1, merge_duplicates=False)
+    twins = [manager.sequence([1, 2]), manager.sequence([1, 2])]
+    for seq in twins:
+        manager.admit(seq, 1)
+    for seq in twins:
+        manager.commit(seq, 1)
+    for seq in twins:
+        manager.release(seq)
+    assert (manager.pool.clock, manager.pool.num_cached) == (2, 2)
+    monkeypatch.setattr(PrefixIndex, "remove", fail)
+    with pytest.raises(OSError):
+        manager.pool.take(3)
+    assert (manager.pool.clock, manager.num_free) == (2, 4)
