@@ -164,8 +164,9 @@ class KVCacheManager:
 
     def _reserve(self, seq: Sequence, num_slots: int) -> bool:
         """Slots up to the end of the block that the last of `num_slots` is in."""
-        num_slots = self._blocks_for(num_slots) * self._block_size
-        return self.blocks.reserve(seq, max(0, num_slots - seq.num_computed))
+        if num_slots <= seq.num_reserved:
+            return True
+        return self.blocks.reserve(seq, self._blocks_for(num_slots) * self._block_size - seq.num_computed)
 
     def _given(self, held: _Held, num_before: int, num_tokens: int) -> Blocks:
         """The blocks after the first `num_before`; the tokens up to `num_tokens` will be computed in them."""
@@ -174,10 +175,13 @@ class KVCacheManager:
         if self._settings.window is not None:
             left = max(0, self._num_processed(held.request) - self._settings.window + 1) // self._block_size
             held.due = min(held.due, (left + 1) * self._block_size + self._settings.window - 1)
-        new = held.seq.block_table[num_before:].tolist()
+        table = held.seq.block_table
+        if len(table) == num_before:
+            return self._none
+        new = table[num_before:].tolist()
         if self._settings.zeroing:
             self._new_block_ids += new
-        return Blocks(new) if new else self._none
+        return Blocks(new)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The first so many tokens are computed, as far as they are known, once the present step has run."""
