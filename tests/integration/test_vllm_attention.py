@@ -261,14 +261,29 @@ def test_outputs_are_those_of_stock_vllm(
     assert stock["smollm2"]["preemptions"] > 0
 
 
+@pytest.mark.parametrize(
+    ("model", "scheduler", "workers"), [("smollm2", "Scheduler", 1), ("mistral, windowed", "PoolScheduler", 2)]
+)
 def test_manager_and_attention_together_in_processes_of_their_own(
-    python: str, installed: Path, jobs: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
+    python: str,
+    installed: Path,
+    jobs: dict[str, dict[str, Any]],
+    stock: dict[str, dict[str, Any]],
+    model: str,
+    scheduler: str,
+    workers: int,
 ) -> None:
-    """The plugin is loaded in each; vLLM is left with the model and the choice of what runs."""
-    job = jobs["smollm2"] | {"scheduler_cls": "kvproof.backend.integrations.vllm.Scheduler"}
-    (result,), log = run(python, installed, [job], KVPROOF_VLLM_ATTENTION="torch")
-    assert result["token_ids"] == stock["smollm2"]["token_ids"]
-    assert "kvproof's torch backend attends in 30 layers" in log
+    """The plugin is loaded in each, and each of two tensor-parallel workers attends with half of the heads."""
+    job = jobs[model] | {"scheduler_cls": f"kvproof.backend.integrations.vllm.{scheduler}"}
+    (result,), log = run(
+        python,
+        installed,
+        [job | {"tensor_parallel_size": workers}],
+        KVPROOF_VLLM_ATTENTION="torch",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )
+    assert result["token_ids"] == stock[model]["token_ids"]
+    assert log.count("kvproof's torch backend attends") == workers
 
 
 REFUSED = {
