@@ -131,6 +131,27 @@ def facts(event: Any) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
+def a_free_hit_costs_a_block() -> None:
+    """Two cached blocks that nobody references are on the free list: with one more and a watermark of 2, 4 are too few."""
+    for scheduler_class in (StockScheduler, Scheduler):
+        engine = Engine(scheduler_class, Shape(num_blocks=11, watermark=0.2, max_model_len=40))
+        engine.add(Ask("0", (0,) * 9, max_tokens=1))
+        engine.step()
+        engine.add(Ask("1", (1,) * 21, max_tokens=2))
+        engine.add(Ask("2", (0,) * 9, max_tokens=1))
+        assert [engine.step()["scheduled"] for _ in range(3)] == [{"1": 21}, {"1": 1}, {"2": 1}]
+
+
+def what_finishes_is_found() -> None:
+    """A request's last step fills a block, and the request is gone before the next one starts."""
+    for scheduler_class in (StockScheduler, Scheduler):
+        engine = Engine(scheduler_class, Shape())
+        engine.add(Ask("0", (0,) * 8, max_tokens=1))
+        engine.step()
+        engine.add(Ask("1", (0,) * 9, max_tokens=1))
+        assert engine.step()["hits of new requests"] == {"1": 8}
+
+
 def a_salt_is_no_adapter() -> None:
     """Not even when they are spelt alike, which vLLM mistakes for each other until 0.30."""
     engine = Engine(Scheduler, Shape())
@@ -244,6 +265,8 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     refused_by_name,
     blocks_are_given_back_later,
     events_are_vllms,
+    a_free_hit_costs_a_block,
+    what_finishes_is_found,
     a_salt_is_no_adapter,
     a_session_goes_on,
     common_prefix,

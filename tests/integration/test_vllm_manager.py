@@ -17,6 +17,8 @@ CASES = [
     "refused_by_name",
     "blocks_are_given_back_later",
     "events_are_vllms",
+    "a_free_hit_costs_a_block",
+    "what_finishes_is_found",
     "a_salt_is_no_adapter",
     "a_session_goes_on",
     "common_prefix",
