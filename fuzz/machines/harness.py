@@ -17,6 +17,7 @@ from kvproof.allocator import (
     EvictionPolicy,
     KvproofError,
     Namespace,
+    loops,
     xxh3_chained,
 )
 from kvproof.allocator.batch import DecodeBatch
@@ -94,6 +95,7 @@ class ManagerHarness(ManagerOracles):
         patience=st.sampled_from((None, 0, 0, 5)),
         debug=st.booleans(),
         log_steps=st.sampled_from((1, 2, 64)),
+        compiled=st.booleans(),
     )
     def start(
         self,
@@ -109,8 +111,13 @@ class ManagerHarness(ManagerOracles):
         patience: int | None,
         debug: bool,
         log_steps: int,
+        compiled: bool,
     ) -> None:
-        """`patience` is how many steps' events are left to pile up; None for no events."""
+        """`patience` is how many steps' events are left to pile up; None for no events. Without `compiled` the loops
+        run in Python even if they are compiled."""
+        self.compiled = loops.compiled
+        if not compiled:
+            loops.compiled = None
         usable, num_blocks = num_blocks, num_blocks + (null_block or window is not None)
         watermark = min(watermark, usable)
         self.manager = self.make_manager(
@@ -149,16 +156,23 @@ class ManagerHarness(ManagerOracles):
         self.memory = {}
 
     def teardown(self) -> None:
+        try:
+            if hasattr(self, "manager"):
+                self.finish()
+        finally:
+            if hasattr(self, "compiled"):
+                loops.compiled = self.compiled
+
+    def finish(self) -> None:
         """I11: when every sequence is released, every block is unreferenced."""
-        if hasattr(self, "manager"):
-            for slot in range(NUM_SLOTS):
-                self.vacate(slot)
-            self.let_go()
-            self.agrees_with_model()
-            if self.patience is not None:
-                self.read_events()
-            assert self.manager.num_used == 0
-            assert self.manager.num_free == self.manager.num_blocks
+        for slot in range(NUM_SLOTS):
+            self.vacate(slot)
+        self.let_go()
+        self.agrees_with_model()
+        if self.patience is not None:
+            self.read_events()
+        assert self.manager.num_used == 0
+        assert self.manager.num_free == self.manager.num_blocks
 
     # ---- making a slot ready
 
