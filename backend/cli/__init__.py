@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvproof.allocator import KvproofError
-from kvproof.cli import backends, fuzz, generate, replay
+from kvproof.cli import backends, bench, fuzz, generate, replay
 
 USAGE_ERROR = 2
 EXTRAS = {"torch": "torch", "numpy": "torch", "gguf": "models", "tokenizers": "models", "safetensors": "models",
-          "jinja2": "models", "hypothesis": "fuzz", "atheris": "fuzz-atheris"}  # fmt: skip
+          "jinja2": "models", "hypothesis": "fuzz", "atheris": "fuzz-atheris", "pytest": "test",
+          "pytest_benchmark": "test"}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0 done, 1 failed or refused, 2 unusable options, 130 interrupted."""
     parser = Parser(prog="kvproof", description="A paged KV-cache engine backend with a verified block allocator.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, backends, replay, fuzz):
+    for command in (generate, backends, replay, fuzz, bench):
         command.add_parser(commands)
     args = parser.parse_args(argv)
     try:

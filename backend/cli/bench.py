@@ -1,0 +1,165 @@
+"""`kvproof bench`: the benchmarks with their peers, a report, and whether anything got worse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvproof.allocator import KvproofError
+from kvproof.cli.bench_compare import THRESHOLD, baseline_of, compare, read_baseline
+from kvproof.cli.common import on_terminal
+
+if TYPE_CHECKING:
+    from kvproof.cli.bench_report import Report
+    from kvproof.cli.bench_run import Run
+
+EXAMPLE = """\
+examples:
+  kvproof bench --quick
+  kvproof bench --peers --report before
+  kvproof bench --peers --compare before/ratios.json
+
+Run it in a checkout of kvproof. DIR may be any folder of pytest-benchmark tests. With --peers, other allocators and
+engines take turns with ours where they are installed; without, only bare limits do. A benchmark that fails, or a ratio
+that got worse by more than the threshold, gives exit code 1. docs/benchmarks.md tells how to read the report.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="run the benchmarks beside their peers, and write a report",
+        description="Run the benchmarks, write a report with plots, and compare with an earlier run.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="benchmarks to run (default: tests/benchmarks of a checkout)",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller ones, in under three minutes")
+    parser.add_argument("--peers", action="store_true", help="measure peers in the same run")
+    parser.add_argument(
+        "--report", type=Path, default=Path("bench-report"), metavar="DIR",
+        help="where index.html, report.md, benchmarks.json and ratios.json go (default bench-report)",
+    )  # fmt: skip
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="the ratios.json of an earlier run")
+    parser.add_argument(
+        "--threshold", type=_share, default=THRESHOLD, metavar="X",
+        help=f"how much worse a ratio may be than in --compare (default {THRESHOLD}: a quarter)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the ratios as JSON")
+    parser.set_defaults(run=run)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
+    return value
+
+
+_share.__name__ = "number"  # argparse names it when `text` is no number
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvproof.cli.bench_report import markdown_of, page_of, report_of
+    from kvproof.cli.bench_run import folder_of
+
+    for module in ("pytest", "pytest_benchmark"):
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    folder = folder_of(args.folder)
+    before = None if args.compare is None else read_baseline(args.compare, quick=args.quick)
+    measured = _measure(folder, args)
+    command = shlex.join(["kvproof", *sys.argv[1:]]) if Path(sys.argv[0]).name == "kvproof" else "kvproof bench"
+    report = report_of(command, measured, None)
+    if before is not None:
+        comparison = compare(report.ratios, before, baseline=str(args.compare), threshold=args.threshold)
+        report = report_of(command, measured, comparison)
+    _write(
+        args.report,
+        {
+            "ratios.json": json.dumps(baseline_of(report.ratios, quick=args.quick), indent=1) + "\n",
+            "report.md": markdown_of(report),
+            "index.html": page_of(report),
+        },
+    )
+    if args.json:
+        print(json.dumps(_as_json(report), indent=1))
+    else:
+        _print(report, args.report)
+    return 1 if report.failed else 0
+
+
+def _measure(folder: Path, args: argparse.Namespace) -> Run:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kvproof.cli.bench_figures import named
+    from kvproof.cli.bench_run import measure
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    _write(args.report, {})
+    with Progress(*columns, **on_terminal()) as bar:
+        task = bar.add_task("collecting", total=None)
+
+        def on_event(event: dict[str, Any]) -> None:
+            if "total" in event:
+                bar.update(task, total=event["total"])
+            elif "running" in event:
+                bar.update(task, description=named(event["running"]))
+            else:
+                bar.advance(task)
+
+        return measure(folder, args.report, quick=args.quick, peers=args.peers, on_event=on_event)
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvproofError(f"can't write the report: {error}") from None
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    comparison = report.comparison
+    return {
+        "seconds": round(report.run.seconds, 1),
+        "ratios": [{**asdict(ratio), "met": ratio.met} for ratio in report.ratios],
+        "regressed": None if comparison is None else [asdict(change) for change in comparison.regressed],
+        "failed": report.run.failed,
+        "skipped": report.run.skipped,
+    }
+
+
+def _print(report: Report, folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvproof.cli.bench_figures import absent_of, named
+    from kvproof.cli.bench_report import compared, table_of
+
+    out = Console(highlight=False)
+    head, rows = table_of(report)
+    table = Table(*head, box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        table.add_row(*row, style="red" if row[-1].endswith("REGRESSED") else None)
+    out.print(table)
+    for title, reasons in (("absent", absent_of(report.run.results)), ("failed", report.run.failed)):
+        for name, reason in reasons.items():
+            out.print(f"{title}: {named(name) if title == 'failed' else name}: {reason}", markup=False, soft_wrap=True)
+    if report.comparison is not None:
+        out.print(compared(report.comparison), markup=False, soft_wrap=True)
+    out.print(f"{report.verdict}; report: {folder / 'index.html'}", markup=False, soft_wrap=True)

@@ -1,0 +1,89 @@
+"""Running a folder of benchmarks: pytest with pytest-benchmark, in a process of its own, followed event by event."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from kvproof.allocator import InvalidArgument, KvproofError
+from kvproof.cli.bench_progress import PIPE
+
+JSON_FILE, LOG_FILE = "benchmarks.json", "pytest.log"
+QUICK, PEERS = "KVPROOF_BENCH_QUICK", "KVPROOF_BENCH_PEERS"
+"""Set to 1 or 0 for the benchmarks, which read them when they are collected."""
+
+
+class BenchmarksFailed(KvproofError, RuntimeError):
+    """No benchmark has been measured."""
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run measured, as pytest-benchmark's JSON, and what it did not, with the reason, by test."""
+
+    results: dict[str, Any] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def folder_of(named: Path | None) -> Path:
+    """The folder to run: the one that was named, or tests/benchmarks of the checkout. Raises `InvalidArgument`."""
+    if named is not None:
+        if not named.exists():
+            raise InvalidArgument(f"there is no {named}")
+        return named
+    for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        if (root / "tests" / "benchmarks" / "test_allocator.py").exists():
+            return root / "tests" / "benchmarks"
+    raise InvalidArgument(
+        "the benchmarks are not installed, they are in the source: run this in a checkout of kvproof, after make dev, "
+        "or name a folder of your own benchmarks"
+    )
+
+
+def measure(
+    folder: Path, output: Path, *, quick: bool, peers: bool, on_event: Callable[[dict[str, Any]], object]
+) -> Run:
+    """Run all benchmarks under `folder`. The JSON and the log lie in `output` afterwards.
+
+    `on_event` is told {"total": n}, then {"running": test} and {"done": test, "outcome": ..., "reason": ...} for each.
+    Raises `BenchmarksFailed` when there is nothing to report.
+    """
+    started, run = monotonic(), Run()
+    json_file, log_file = output / JSON_FILE, output / LOG_FILE
+    json_file.unlink(missing_ok=True)
+    read, write = os.pipe()
+    command = [
+        sys.executable, "-m", "pytest", str(folder), "-p", "kvproof.cli.bench_progress", "-p", "no:cacheprovider", "-s",
+        "--benchmark-only", "--benchmark-columns=median,iqr,rounds", f"--benchmark-json={json_file}",
+    ]  # fmt: skip
+    environment = os.environ | {PIPE: str(write), QUICK: str(int(quick)), PEERS: str(int(peers))}
+    with (
+        log_file.open("wb") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(write,), env=environment
+        ) as process,
+    ):
+        os.close(write)
+        with os.fdopen(read, encoding="utf-8") as events:
+            for line in events:
+                event = json.loads(line)
+                if event.get("outcome") == "failed":
+                    run.failed[event["done"]] = event["reason"]
+                elif event.get("outcome") == "skipped":
+                    run.skipped[event["done"]] = event["reason"]
+                on_event(event)
+    run.seconds = monotonic() - started
+    if not json_file.exists() or not json_file.stat().st_size:
+        why = next(iter(run.failed.values()), f"pytest ended with {process.returncode} and measured nothing")
+        raise BenchmarksFailed(f"{why} (see {log_file})")
+    run.results = json.loads(json_file.read_text(encoding="utf-8"))
+    return run

@@ -1,0 +1,187 @@
+"""`kvproof bench` on a folder of benchmarks that takes no time: what it runs, writes, and calls a regression."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvproof.allocator import InvalidArgument
+from kvproof.cli import main
+from kvproof.cli.bench_compare import compare
+from kvproof.cli.bench_figures import Figures, Ratio, ratios_of
+
+BENCHMARKS = """
+import os
+import pytest
+from kvproof.cli.bench_figures import Figures
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_fast(benchmark, size):
+    benchmark.pedantic(lambda: None, rounds=3)
+    figures = Figures(benchmark)
+    figures.times("peer & co", [4.0, 90.0, 8.0], [1.0, 10.0, 2.0], aim=5)
+    figures.over("bare <limit>", [3.0], [2.0], aim=2)
+    figures.curve("growth", f"line {size}", {1: 2.0, 100: 2.5, 10_000: 3.0}, x="blocks", y="us")
+    figures.note(size=size, quick=os.environ["KVPROOF_BENCH_QUICK"])
+    if os.environ["KVPROOF_BENCH_PEERS"] == "0":
+        figures.absent("peer & co", "not asked for")
+
+def test_skipped(benchmark):
+    pytest.skip("no such thing here")
+"""
+FAILING = """
+def test_broken(benchmark):
+    assert 1 + 1 == 3, "arithmetic"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "benchmarks"
+    made.mkdir()
+    (made / "test_fake.py").write_text(BENCHMARKS)
+    return made
+
+
+def bench(*argv: object) -> int:
+    try:
+        return main(["bench", *map(str, argv)])
+    except SystemExit as leave:
+        return int(leave.code or 0)
+
+
+def test_a_run_writes_a_report_and_its_ratios_are_a_baseline(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One test, since every run starts a pytest: a report, then the same ratios with noise, then one that regressed."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert bench(folder, "--report", first, "--quick") == 0
+    told = capsys.readouterr().out
+    assert "absent: peer & co: not asked for" in told
+    assert f"2 benchmarks, 4 ratios; report: {first / 'index.html'}" in told
+    benchmarks = json.loads((first / "benchmarks.json").read_text())["benchmarks"]
+    assert [(b["extra_info"]["size"], b["extra_info"]["quick"]) for b in benchmarks] == [(1, "1"), (1000, "1")]
+    ratios = json.loads((first / "ratios.json").read_text())
+    (one, thousand) = ratios["ratios"]
+    assert ratios["quick"] is True
+    assert ratios["ratios"][one] == {"times peer & co": 4.0, "over bare <limit>": 1.5}
+
+    markdown = (first / "report.md").read_text()
+    assert "| fake: fast[1] | times peer & co | 4 | >= 5 | no |" in markdown
+    assert "| fake: fast[1000] | over bare <limit> | 1.5 | <= 2 | yes |" in markdown
+    assert "- fake: skipped: no such thing here" in markdown
+    page = (first / "index.html").read_text()
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "<script" not in page
+    drawings = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    assert [len(svg.findall("polyline")) for svg in drawings] == [0, 0, 2]  # both curves in one chart
+    assert [len(svg.findall("rect")) for svg in drawings] == [2, 2, 0]
+
+    ratios["ratios"][one] = {"times peer & co": 4.9, "over bare <limit>": 1.3}  # 4.9 / 4 = 1.225, 1.5 / 1.3 = 1.154
+    ratios["ratios"]["gone"] = {"times peer & co": 9.0, "times nobody": 2.0}
+    baseline = tmp_path / "baseline.json"
+    baseline.write_text(json.dumps(ratios))
+    assert bench(folder, "--report", second, "--quick", "--compare", baseline, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["regressed"] == []
+    assert "- gone: times peer & co, times nobody" in (second / "report.md").read_text()
+
+    ratios["ratios"][thousand] = {"times peer & co": 5.1, "over bare <limit>": 0.1}
+    baseline.write_text(json.dumps(ratios))
+    assert bench(folder, "--report", second, "--quick", "--compare", baseline) == 1
+    regressed = [line for line in (second / "report.md").read_text().splitlines() if "REGRESSED" in line]
+    assert regressed == [
+        "| fake: fast[1000] | times peer & co | 4 | >= 5 | no | 5.1 | 1.27 REGRESSED |",
+        "| fake: fast[1000] | over bare <limit> | 1.5 | <= 2 | yes | 0.1 | 15.00 REGRESSED |",
+    ]
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "2 of 4 ratios are more than 25% worse, 2 were not measured now" in told
+
+
+def test_a_benchmark_that_fails_is_told_and_exit_1(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "test_failing.py").write_text(FAILING)
+    assert bench(folder, "--report", tmp_path / "report", "--peers", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [reason for _, reason in report["failed"].items()] == ["AssertionError: arithmetic"]
+    assert len(report["ratios"]) == 4
+    assert "<h2>Peers that were absent</h2>" not in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_nothing_measured_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "test_fake.py").write_text("import no_such_module_at_all")
+    assert bench(folder, "--report", tmp_path) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "No module named 'no_such_module_at_all'" in told
+    assert str(tmp_path / "pytest.log") in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (("/no/such/folder",), 1, "there is no /no/such/folder"),
+        ((".", "--compare", "/no/such.json"), 1, "can't read the baseline /no/such.json"),
+        ((".", "--threshold", "0"), 2, "0 must be more than 0"),
+        ((".", "--threshold", "much"), 2, "invalid number value: 'much'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    argv: tuple[str, ...], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*argv) == code
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert message in told
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ("{", "can't read the baseline"),
+        ('{"benchmarks": []}', "is no baseline: give the ratios.json"),
+        ('{"schema": 1, "quick": true, "ratios": {}}', "is of a run with --quick, whose sizes differ"),
+    ],
+)
+def test_what_is_no_baseline_is_refused_before_anything_runs(
+    folder: Path, tmp_path: Path, stored: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "old.json"
+    file.write_text(stored)
+    assert bench(folder, "--compare", file, "--report", tmp_path / "report") == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "before", "regressed"),
+    [
+        ("times vLLM", 8.0, 10.0, False),  # a quarter worse is no more than a quarter
+        ("times vLLM", 7.99, 10.0, True),
+        ("times vLLM", 20.0, 10.0, False),
+        ("over bare read", 2.5, 2.0, False),
+        ("over bare read", 2.51, 2.0, True),
+        ("over bare read", 1.0, 2.0, False),
+    ],
+)
+def test_which_way_is_worse(name: str, value: float, before: float, regressed: bool) -> None:
+    (change,) = compare([Ratio("b", name, value)], {"b": {name: before}}, baseline="old", threshold=0.25).changes
+    assert change.regressed is regressed
+
+
+def test_a_ratio_says_which_way_is_better() -> None:
+    def results(info: dict[str, Any]) -> dict[str, Any]:
+        return {"benchmarks": [{"fullname": "b", "extra_info": info}]}
+
+    benchmark = SimpleNamespace(extra_info={})
+    Figures(benchmark).times("x", [1.0, 9.0], [1.0, 3.0])  # the median of the turns' ratios, 1 and 3
+    assert ratios_of(results(benchmark.extra_info)) == [Ratio("b", "times x", 2.0)]
+    for ratios in ({"faster than x": 2.0}, {"times x": 0.0}):
+        with pytest.raises(InvalidArgument, match="must be 'times X' or 'over X', above 0"):
+            ratios_of(results({"ratios": ratios}))
