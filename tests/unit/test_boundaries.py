@@ -32,6 +32,15 @@ def test_media_may_touch_and_not_overlap() -> None:
         manager.sequence([0] * 4, media=[Item("a", 0, 2), Item("b", 1, 1)])
 
 
+def test_a_medium_is_cut_where_its_sequence_is() -> None:
+    manager = BlockManager(4, 1)
+    seq = manager.sequence([0] * 4, media=[Item("k", 1, 3)])
+    manager.admit(seq)
+    for length, media in [(3, (Item("k", 1, 2),)), (2, (Item("k", 1, 1),)), (1, ())]:
+        manager.truncate(seq, length)
+        assert seq.media == media
+
+
 @pytest.mark.parametrize("num_reserved", [-1, 3, 4])
 def test_a_pool_has_a_block_to_hand_out(num_reserved: int) -> None:
     with pytest.raises(InvalidArgument, match="num_reserved"):
