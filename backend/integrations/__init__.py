@@ -1,0 +1,1 @@
+"""Ours inside engines that people already run."""
