@@ -209,16 +209,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert package.submodule_search_locations is not None
     (site / "kvproof").symlink_to(Path(next(iter(package.submodule_search_locations))).resolve())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    groups = project["entry-points"] | {"vllm.general_plugins": PLUGIN}
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups.items()]
+    groups = project["entry-points"].items()
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups]
     info = site / "kvproof-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvproof\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("\n".join(lines))
     return site
-
-
-PLUGIN = {"kvproof": "kvproof.backend.integrations.vllm.attention_plugin:register"}
 
 
 def run(python: str, site: Path, jobs: list[dict[str, Any]], **environment: str) -> tuple[list[dict[str, Any]], str]:
