@@ -173,4 +173,5 @@ class DecodeRules(ManagerHarness):
             lambda: batch.commit([0] * (len(batch) + 1)),
             lambda: batch.commit([-1] * len(batch)),
         )
-        self.refused(calls[which], f"misuse {which} of a batch")
+        for i in (which, which - 1, which - 2):
+            self.refused(calls[i], f"misuse {i} of a batch")

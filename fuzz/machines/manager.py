@@ -262,6 +262,8 @@ class ManagerMachine(DecodeRules):
             lambda: manager.launch([seq, idle]),
             lambda: manager.retire(-1),
             lambda: MediaItem("k", 0, 0),
+            lambda: MediaItem(1, 0, 1),  # type: ignore[arg-type]
+            lambda: manager.sequence([0], media=["k"]),  # type: ignore[list-item]
             lambda: manager.sequence([0], media=[MediaItem("k", 0, 2), MediaItem("l", 1, 2)]),
             lambda: manager.sequence([0], namespace="x"),  # type: ignore[arg-type]
             lambda: seq.append(1.5),  # type: ignore[arg-type]
@@ -271,7 +273,8 @@ class ManagerMachine(DecodeRules):
             lambda: manager.pin(foreign),
             lambda: manager.launch([seq, foreign]),
         )
-        self.refused(calls[which % len(calls)], f"misuse {which % len(calls)}")
+        for i in range(which, which + 4):
+            self.refused(calls[i % len(calls)], f"misuse {i % len(calls)}")
 
     @rule(slot=SLOTS, which=st.integers(0, 5))
     def intrude(self, slot: int, which: int) -> None:
