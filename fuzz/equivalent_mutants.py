@@ -58,6 +58,11 @@ _BY_REASON = {
     "the hash of a root, which is in no bucket": (
         "index.PrefixIndex.plant: root = self._new(NONE, NONE, 0) -> root = self._new(NONE, NONE, 1)",
     ),
+    "links come in pairs: one alone is never missing": ("policy.LRU.insert: if missing > 0: -> if missing > 1:",),
+    "set anew when a batch takes the sequence, and not looked at before": (
+        "sequence.Sequence.__init__: self._row = self._settled_at = self._due = 0 -> "
+        "self._row = self._settled_at = self._due = 1",
+    ),
     "an empty rest of the key is kept, and put behind the key": (
         "index.PrefixIndex.add: if len(key) > size: -> if len(key) >= size:",
     ),
