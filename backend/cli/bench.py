@@ -147,6 +147,7 @@ def _as_json(report: Report) -> dict[str, Any]:
 def _print(report: Report, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from kvproof.cli.bench_figures import absent_of, named
     from kvproof.cli.bench_report import compared, table_of
@@ -155,7 +156,7 @@ def _print(report: Report, folder: Path) -> None:
     head, rows = table_of(report)
     table = Table(*head, box=None, header_style="bold", pad_edge=False)
     for row in rows:
-        table.add_row(*row, style="red" if row[-1].endswith("REGRESSED") else None)
+        table.add_row(*map(Text, row), style="red" if row[-1].endswith("REGRESSED") else None)
     out.print(table)
     for title, reasons in (("absent", absent_of(report.run.results)), ("failed", report.run.failed)):
         for name, reason in reasons.items():

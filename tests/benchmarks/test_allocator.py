@@ -16,60 +16,39 @@ release      release; deallocate; free
 Nobody computes anything between the calls, and nobody schedules. nano-vllm's fork forgets a prefix when its last
 sequence ends, so it finds less than the others, and its caching costs it less.
 
-KVPROOF_TRACES names the folder of the public traces, KVPROOF_VLLM_PYTHON an interpreter that has vLLM 0.32 installed.
-A peer that is absent is named in the output, and the rest is measured without it.
+A peer that is absent is named in the output, and the rest is measured without it (`mode.py`).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from types import ModuleType
 from typing import Any
 
 import pytest
+import workload
+from mode import NO_VLLM, NOT_ASKED_FOR, PEERS, QUICK, TRACES, VLLM_PYTHON, full_run
+from peers import nano_vllm, ours
 from pytest_benchmark.fixture import BenchmarkFixture
 from xxhash import xxh3_64_intdigest
 
 from kvproof.allocator import BlockManager
 from kvproof.allocator.hashing import SHARED, xxh3_chained
+from kvproof.cli.bench_figures import Figures
 
 HERE = Path(__file__).resolve().parent
-TRACES = Path(os.environ.get("KVPROOF_TRACES") or HERE.parents[2] / "shared" / "traces")
 CONVERSATION = TRACES / "mooncake" / "conversation_trace.jsonl"
 CONVERSATION_HITS = 111_104
 """Tokens that the first 200 requests find in 100,000 blocks under LRU; vLLM finds the same, request by request."""
 
 BLOCK_SIZE = 16
 ROUNDS = 3
-
-
-def load(name: str) -> ModuleType:
-    """A module of this folder, which is no package: pytest imports each test file on its own."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-workload = load("workload")
-ours = load("peers/ours")
-nano_vllm = load("peers/nano_vllm")
-
-batched = pytest.param(
-    "batched",
-    marks=pytest.mark.skipif(not hasattr(BlockManager, "decode_batch"), reason="no BlockManager.decode_batch yet"),
-)
 
 
 class Stopwatch:
@@ -153,14 +132,15 @@ def peers() -> Iterator[Peers]:
     present: list[Vllm | NanoVllm] = []
     absent = {}
     try:
+        if not PEERS:
+            raise nano_vllm.Unavailable(NOT_ASKED_FOR)
         present.append(NanoVllm())
     except nano_vllm.Unavailable as error:
         absent["nano_vllm"] = str(error)
-    python = os.environ.get("KVPROOF_VLLM_PYTHON")
-    if python:
-        present.append(Vllm(python))
+    if VLLM_PYTHON:
+        present.append(Vllm(VLLM_PYTHON))
     else:
-        absent["vllm"] = "KVPROOF_VLLM_PYTHON names no interpreter"
+        absent["vllm"] = NO_VLLM
     yield Peers(present, absent)
     for peer in present:
         if isinstance(peer, Vllm):
@@ -181,7 +161,7 @@ def make_ours(path: str, work: Any) -> Any:
 
 
 def compare(
-    benchmark: BenchmarkFixture, path: str, work: Any, peers: Peers, phase: str, per: str
+    benchmark: BenchmarkFixture, path: str, work: Any, peers: Peers, phase: str, per: str, **aims: float
 ) -> dict[str, list[Any]]:
     """Measure a phase of ours; before each round, every peer has its turn. Returns all results, by name."""
     results: dict[str, list[Any]] = {"ours": [], **{peer.name: [] for peer in peers.present}}
@@ -199,7 +179,9 @@ def compare(
     counts = results["ours"][0]["counts"]
     assert all(result["counts"] == counts for turns in results.values() for result in turns)
     each = {name: us_each(turns, phase, per) for name, turns in results.items()}
-    benchmark.extra_info |= {"path": path, **counts, **beside(each, f"us_per_{per[:-1]}", peers)}
+    figures = Figures(benchmark)
+    figures.note(path=path, **counts)
+    beside(figures, each, f"us_per_{per[:-1]}", peers, **aims)
     return results
 
 
@@ -207,19 +189,24 @@ def us_each(turns: list[Any], phase: str, per: str) -> list[float]:
     return [result["seconds"][phase] / result["counts"][per] * 1e6 for result in turns]
 
 
-def beside(times: dict[str, list[float]], unit: str, peers: Peers) -> dict[str, Any]:
+def beside(figures: Figures, times: dict[str, list[float]], unit: str, peers: Peers, **aims: float) -> None:
     """Medians, and how many times as long as ours each peer took, paired by turn."""
-    figures: dict[str, Any] = {f"{name}_{unit}": round(statistics.median(turns), 3) for name, turns in times.items()}
+    figures.note(**{f"{name}_{unit}": round(statistics.median(turns), 3) for name, turns in times.items()})
     for peer in peers.present:
-        ratios = [theirs / mine for theirs, mine in zip(times[peer.name], times["ours"], strict=True)]
-        figures[f"times_{peer.name}"] = round(statistics.median(ratios), 2)
-        figures[f"{peer.name}_version"] = peer.version
-    return figures | {f"without_{name}": reason for name, reason in peers.absent.items()}
+        figures.times(peer.name, times[peer.name], times["ours"], aim=aims.get(peer.name))
+        figures.note(**{f"{peer.name}_version": peer.version})
+    without(figures, peers)
+
+
+def without(figures: Figures, peers: Peers) -> None:
+    for name, reason in peers.absent.items():
+        figures.absent(name, reason)
 
 
 def report(benchmark: BenchmarkFixture, **further: Any) -> None:
-    benchmark.extra_info |= further
-    print("\n" + ", ".join(f"{key} {value}" for key, value in benchmark.extra_info.items()))  # noqa: T201
+    figures = Figures(benchmark)
+    figures.note(**further)
+    figures.show()
 
 
 def assert_hits(results: dict[str, list[Any]]) -> dict[str, int]:
@@ -228,9 +215,10 @@ def assert_hits(results: dict[str, list[Any]]) -> dict[str, int]:
     return {f"{name}_hit_tokens": sum(turns[0]["hits"]) for name, turns in results.items()}
 
 
+@full_run
 @pytest.mark.benchmark(group="admission, conversation trace, 100,000 blocks of 16, 64 running", timer=CLOCK.read)
 def test_admission(benchmark: BenchmarkFixture, conversation: Any, peers: Peers) -> None:
-    results = compare(benchmark, "per sequence", conversation, peers, "admission", "requests")
+    results = compare(benchmark, "per sequence", conversation, peers, "admission", "requests", nano_vllm=4)
     further: dict[str, float] = {}
     for name, turns in results.items():
         further[f"{name}_us_per_block"] = round(statistics.median(us_each(turns, "admission", "blocks")), 3)
@@ -238,32 +226,35 @@ def test_admission(benchmark: BenchmarkFixture, conversation: Any, peers: Peers)
     if "vllm" in results:
         seconds = statistics.median(result["request_seconds"] for result in results["vllm"])
         further["vllm_of_which_request_us_per_block"] = round(seconds / benchmark.extra_info["blocks"] * 1e6, 3)
-    report(benchmark, **further, **assert_hits(results), aim_times_nano_vllm=4)
+    report(benchmark, **further, **assert_hits(results))
 
 
-@pytest.mark.parametrize("path", ["per sequence", batched])
+@full_run
+@pytest.mark.parametrize("path", ["per sequence", "batched"])
 @pytest.mark.benchmark(group="append, conversation trace, 100,000 blocks of 16, 64 running", timer=CLOCK.read)
 def test_append(benchmark: BenchmarkFixture, conversation: Any, peers: Peers, path: str) -> None:
-    results = compare(benchmark, path, conversation, peers, "append", "tokens")
-    report(benchmark, **assert_hits(results), aim_times_nano_vllm=4, aim_times_vllm=25)
+    aims = {"nano_vllm": 4, "vllm": 25} if path == "batched" else {}
+    results = compare(benchmark, path, conversation, peers, "append", "tokens", **aims)
+    report(benchmark, **assert_hits(results))
 
 
-@pytest.mark.parametrize("path", ["per sequence", batched])
+@pytest.mark.parametrize("path", ["per sequence", "batched"])
 @pytest.mark.benchmark(group="401 decode steps of 256 sequences, 500-1000 tokens of prompt, block 16", timer=CLOCK.read)
 def test_decode_step(benchmark: BenchmarkFixture, peers: Peers, path: str) -> None:
     """The sequences are at any phase of their blocks: in a mean step, one in sixteen crosses into a new one."""
     work = workload.unrelated(256, (500, 1000), 402, num_blocks=100_000, block_size=BLOCK_SIZE, max_running=256)
-    results = compare(benchmark, path, work, peers, "append", "steps")
+    aims = {"vllm": 50} if path == "batched" else {}
+    results = compare(benchmark, path, work, peers, "append", "steps", **aims)
     counts = results["ours"][0]["counts"]
     assert (counts["steps"], counts["tokens"]) == (401, 256 * 401)
     assert all(set(result["hits"]) == {0} for turns in results.values() for result in turns)
-    report(benchmark, aim_times_vllm=50)
+    report(benchmark)
 
 
 @pytest.mark.benchmark(group="pool sizes, every block cached, block 16", timer=CLOCK.read)
 def test_pool_sizes(benchmark: BenchmarkFixture) -> None:
     """Each new block evicts the content of another. nano-vllm caches nothing that is not in use, so it is not here."""
-    sizes = [1_000, 10_000, 100_000, 1_000_000]
+    sizes = [1_000, 10_000, 100_000] if QUICK else [1_000, 10_000, 100_000, 1_000_000]
     pools = {size: ours.PerSequence(size, BLOCK_SIZE) for size in sizes}
     for pool in pools.values():
         pool.fill()
@@ -287,13 +278,16 @@ def test_pool_sizes(benchmark: BenchmarkFixture) -> None:
         CLOCK.seconds += sum(seconds.values())  # of the largest
 
     benchmark.pedantic(all_sizes, rounds=ROUNDS)
-    figures: dict[str, Any] = {}
-    for operation, unit in (("admit_and_release", "block"), ("append", "token")):
+    figures = Figures(benchmark)
+    for operation, unit in (("admit and release", "block"), ("append", "token")):
         by_size = times[unit]
-        figures[f"{operation}_us_per_{unit}"] = {size: round(statistics.median(by_size[size]), 3) for size in sizes}
-        ratios = [large / small for large, small in zip(by_size[sizes[-1]], by_size[sizes[0]], strict=True)]
-        figures[f"{operation}_largest_over_smallest"] = round(statistics.median(ratios), 2)
-    report(benchmark, **figures)
+        medians = {size: statistics.median(by_size[size]) for size in sizes}
+        figures.over(f"1,000 blocks: {operation}", by_size[sizes[-1]], by_size[sizes[0]], aim=1.25)
+        figures.curve(
+            "Latency against pool size, every block cached", f"{operation}, a {unit}", medians, x="blocks", y="us"
+        )
+        figures.note(**{f"{operation}, us a {unit}": {size: round(value, 3) for size, value in medians.items()}})
+    figures.show()
 
 
 @pytest.mark.benchmark(group="memory of a pool of 20,000 blocks of 16; the time is what making it takes")
@@ -306,7 +300,12 @@ def test_memory(benchmark: BenchmarkFixture, peers: Peers) -> None:
     for name, figures in results.items():
         assert 0 < figures["new"] < figures["used"]
         benchmark.extra_info |= {f"{name}_bytes_per_block_{when}": round(value, 1) for when, value in figures.items()}
-    report(benchmark, blocks=20_000, **{f"without_{name}": reason for name, reason in peers.absent.items()})
+    figures = Figures(benchmark)
+    for peer in peers.present:
+        for when in ("new", "used"):  # bytes instead of seconds: so many times as small
+            figures.times(f"{peer.name} in memory, {when}", [results[peer.name][when]], [results["ours"][when]])
+    without(figures, peers)
+    report(benchmark, blocks=20_000)
 
 
 @pytest.mark.benchmark(group="prefix hashing, 100 prompts of 1,600 tokens, block 16", timer=CLOCK.read)
@@ -344,13 +343,8 @@ def test_hashing(benchmark: BenchmarkFixture, peers: Peers) -> None:
 
     def our_turn() -> list[int]:
         seqs = [manager.sequence(prompt) for prompt in prompts]
-        hashes = []
         started = perf_counter()
-        for seq in seqs:
-            chained = root
-            for key in seq.keys(0, 100, BLOCK_SIZE):
-                chained = xxh3_chained(key, chained)
-            hashes.append(chained)
+        hashes = [manager._prefixes._hashes(seq, 100)[-1] for seq in seqs]
         seconds = perf_counter() - started
         CLOCK.seconds += seconds
         times["ours"].append(per_block(seconds))
@@ -361,5 +355,7 @@ def test_hashing(benchmark: BenchmarkFixture, peers: Peers) -> None:
     assert len(hashed) == 1 + 100
     assert hashed[-1] == bare()[0]
     assert benchmark.pedantic(our_turn, setup=others_turn, rounds=ROUNDS) == bare()
-    over_bare = statistics.median(mine / floor for mine, floor in zip(times["ours"], times["bare"], strict=True))
-    report(benchmark, **beside(times, "us_per_block", peers), ours_over_bare=round(over_bare, 2))
+    figures = Figures(benchmark)
+    figures.over("the bare hash function", times["ours"], times["bare"])
+    beside(figures, times, "us_per_block", peers)
+    figures.show()

@@ -10,7 +10,6 @@ its own: what another has just read would still be in the processor's shared cac
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -22,12 +21,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from mode import NO_VLLM, PEERS, QUICK, VLLM_PYTHON
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvproof.attention import BatchPlan, CacheSpec
 from kvproof.attention.torch_paged import TorchAttention
+from kvproof.cli.bench_figures import Figures
 
 ROUNDS = 10
 LENGTHS = {
@@ -60,14 +61,13 @@ def timed(run: Callable[[], object]) -> float:
 @contextmanager
 def vllm(seq_lens: list[int], num_layers: int) -> Iterator[Callable[[], float] | None]:
     """Seconds of one of vLLM's rounds, in a process of its own, or None where there is no vLLM."""
-    python = os.environ.get("KVPROOF_VLLM_PYTHON")
-    if python is None:
+    if VLLM_PYTHON is None:
         yield None
         return
     job = {"seq_lens": seq_lens, "num_layers": num_layers, "threads": torch.get_num_threads()}
     script = Path(__file__).parent / "peers" / "vllm_attention.py"
     with subprocess.Popen(
-        [python, str(script), json.dumps(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [VLLM_PYTHON, str(script), json.dumps(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -93,7 +93,9 @@ def planned(spec: CacheSpec, plan: BatchPlan, *, kernel: bool) -> TorchAttention
 
 @pytest.mark.parametrize(
     ("workload", "num_layers", "layout"),
-    [
+    [("32 x 100", 30, "NHD"), ("32 x 1000", 5, "NHD")]
+    if QUICK
+    else [
         ("32 x 100", 30, "NHD"),
         ("32 x 100", 30, "HND"),
         ("32 x 1000", 5, "NHD"),
@@ -139,9 +141,10 @@ def test_decode(benchmark: BenchmarkFixture, workload: str, num_layers: int, lay
     contenders: dict[str, Callable[[], float]] = {
         "kernel": lambda: timed(lambda: paged(kernel)),
         "gather": lambda: timed(lambda: paged(gather)),
-        "contiguous": lambda: timed(padded),
         "bare_read": lambda: timed(lambda: [layer.sum() for layer in whole_bytes]),
     }
+    if PEERS:
+        contenders["contiguous"] = lambda: timed(padded)
     with vllm(seq_lens, num_layers) as peer:
         if peer is not None:
             contenders["vllm"] = peer
@@ -149,38 +152,22 @@ def test_decode(benchmark: BenchmarkFixture, workload: str, num_layers: int, lay
             {name: run() for name, run in contenders.items()} for _ in range(2 if benchmark.disabled else ROUNDS + 1)
         ]
     moved = sum(seq_lens) * 2 * 3 * 64 * 2
-    benchmark.extra_info |= {
-        "threads": torch.get_num_threads(),
-        "bytes_per_layer": moved,
-        "plan_ms_per_step": min(timed(lambda: kernel.plan(plan)) for _ in range(5)) * 1e3,
-    }
+    figures = Figures(benchmark)
+    figures.note(threads=torch.get_num_threads(), bytes_per_layer=moved)
+    figures.note(plan_ms_per_step=min(timed(lambda: kernel.plan(plan)) for _ in range(5)) * 1e3)
+    times = {name: [turn[name] / num_layers for turn in rounds[1:]] for name in contenders}
+    figures.over("bare read", times["kernel"], times["bare_read"], aim=1.5 if workload == "32 x 2048" else None)
+    for name in set(contenders) - {"kernel", "bare_read"}:
+        figures.times(name, times[name], times["kernel"], aim=1 if name == "vllm" else None)
+    if VLLM_PYTHON is None:
+        figures.absent("vllm", NO_VLLM)
     print(f"\n{workload}, {layout}, {torch.get_num_threads()} threads, {moved / 1e6:.1f} MB a layer")  # noqa: T201
-    for name in contenders:
-        seconds = [times[name] / num_layers for times in rounds[1:]]
+    for name, seconds in times.items():
         best, median = min(seconds), statistics.median(seconds)
-        over_read = statistics.median(times[name] / times["bare_read"] for times in rounds[1:])
-        benchmark.extra_info |= {f"{name}_ms": median * 1e3, f"{name}_over_bare_read": over_read}
+        over_read = statistics.median(a / b for a, b in zip(seconds, times["bare_read"], strict=True))
+        figures.note(**{f"{name}_ms": median * 1e3, f"{name}_over_bare_read": over_read})
         print(  # noqa: T201
             f"{name:>12}: median {median * 1e3:7.3f} ms, best {best * 1e3:7.3f} ms ({moved / best / 1e9:5.1f} GB/s), "
             f"{over_read:5.2f} x the bare read"
         )
     benchmark.pedantic(paged, args=(kernel,), rounds=ROUNDS, warmup_rounds=1)
-
-
-@pytest.mark.parametrize("rows", [32, 256])
-@pytest.mark.parametrize("operation", ["build", "validate"])
-@pytest.mark.benchmark(group="batch metadata of decodes of 1000-1100 tokens, block 16")
-def test_metadata(benchmark: BenchmarkFixture, operation: str, rows: int) -> None:
-    seq_lens = [random.Random(row).randint(1000, 1100) for row in range(rows)]
-    tables = spread_tables(seq_lens, 16)
-    num_blocks = sum(map(len, tables))
-    spec = CacheSpec(
-        num_layers=1, num_heads=1, num_kv_heads=1, head_size=1, dtype="float32", num_blocks=num_blocks, block_size=16
-    )
-    plan = BatchPlan.build(tables, seq_lens, [1] * rows, 16)
-    benchmark.extra_info |= {"rows": rows, "blocks": num_blocks}
-    if operation == "build":
-        built = benchmark(BatchPlan.build, tables, seq_lens, [1] * rows, 16)
-        assert torch.equal(built.slot_mapping, plan.slot_mapping)
-    else:
-        assert benchmark(plan.validate, spec) is None

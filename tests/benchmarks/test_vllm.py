@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mode import NO_VLLM, VLLM_PYTHON, full_run
 from pytest_benchmark.fixture import BenchmarkFixture
+
+from kvproof.cli.bench_figures import Figures
 
 PEER = Path(__file__).resolve().parent / "peers" / "vllm_scheduler.py"
 JOB = {"prompt": 128, "steps": 256}
@@ -25,11 +28,10 @@ ROUNDS = 5
 
 @pytest.fixture
 def schedulers() -> Iterator[subprocess.Popen[str]]:
-    python = os.environ.get("KVPROOF_VLLM_PYTHON")
-    if not python:
-        pytest.skip("KVPROOF_VLLM_PYTHON names no interpreter that has vLLM and kvproof")
+    if VLLM_PYTHON is None:
+        pytest.skip(NO_VLLM)
     process = subprocess.Popen(
-        [python, str(PEER)],
+        [VLLM_PYTHON, str(PEER)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -40,6 +42,7 @@ def schedulers() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@full_run
 @pytest.mark.benchmark(group="vLLM's scheduler steps, 256 requests, no model; the time is that of all managers")
 def test_scheduler_step(benchmark: BenchmarkFixture, schedulers: subprocess.Popen[str]) -> None:
     def answer() -> Any:
@@ -58,7 +61,8 @@ def test_scheduler_step(benchmark: BenchmarkFixture, schedulers: subprocess.Pope
     version = answer()
     benchmark.pedantic(round_, rounds=ROUNDS, warmup_rounds=1)
     rounds = rounds[1:]
-    figures: dict[str, Any] = {"vllm_version": version}
+    figures = Figures(benchmark)
+    figures.note(vllm_version=version)
     per = {"admit": 256, "decode": 256 * JOB["steps"], "finish": 256}
     for phase, n in per.items():
         shares = {
@@ -66,9 +70,7 @@ def test_scheduler_step(benchmark: BenchmarkFixture, schedulers: subprocess.Pope
             for name in ("ours", "our_pool", "vllm")
         }
         for name, share in shares.items():
-            figures[f"{phase}_{name}_us_per_request"] = round(statistics.median(share) / n * 1e6, 3)
-        for name in ("ours", "our_pool"):
-            ratios = [mine / theirs for mine, theirs in zip(shares[name], shares["vllm"], strict=True)]
-            figures[f"{phase}_{name}_of_vllm"] = round(statistics.median(ratios), 3)
-    benchmark.extra_info |= figures | {"aim_decode_ours_of_vllm": 0.2}
-    print("\n" + ", ".join(f"{key} {value}" for key, value in benchmark.extra_info.items()))  # noqa: T201
+            figures.note(**{f"{phase}_{name}_us_per_request": round(statistics.median(share) / n * 1e6, 3)})
+        figures.times(f"vllm's manager, {phase}", shares["vllm"], shares["ours"], aim=5 if phase == "decode" else None)
+        figures.times(f"vllm's manager on our pool, {phase}", shares["vllm"], shares["our_pool"])
+    figures.show()

@@ -63,6 +63,7 @@ def test_a_run_writes_a_report_and_its_ratios_are_a_baseline(
     first, second = tmp_path / "first", tmp_path / "second"
     assert bench(folder, "--report", first, "--quick") == 0
     told = capsys.readouterr().out
+    assert "fake: fast[1000]" in told
     assert "absent: peer & co: not asked for" in told
     assert f"2 benchmarks, 4 ratios; report: {first / 'index.html'}" in told
     benchmarks = json.loads((first / "benchmarks.json").read_text())["benchmarks"]
