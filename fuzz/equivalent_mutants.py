@@ -35,6 +35,7 @@ _BY_REASON = {
         "policy.FIFO.__init__: self._num_inserted = 0 -> self._num_inserted = 1",
         "policy.FIFO.insert: self._num_inserted += 1 -> self._num_inserted += 2",
         "pool.BlockPool.__init__: self.clock = 0 -> self.clock = 1",
+        "index.PrefixIndex.restart: self._last_number = 0 -> self._last_number = 1",
     ),
     "when the heap is rebuilt from the entries: before and after, the same entries come out in the same order": (
         f"policy.FIFO.insert: {_REBUILDS} -> {_REBUILDS.replace('>', '>=')}",
