@@ -1,7 +1,8 @@
 """What a benchmark says beside its own time, in pytest-benchmark's `extra_info`: written by `Figures`, read here.
 
 ratios  by name. "times X" is how many times as fast as X we were, so that more is better; "over X" how many times as
-        long as X we took, so that less is better. X is a peer, a bare limit or a smaller size, measured in the same run
+        long as X we took, so that less is better. X is a peer, a bare limit or a smaller size, measured in the same
+        run; what comes after a comma and a space tells ratios to the same X apart
 aims    for some of the ratios
 curves  for the report's plots, see `Curve`
 absent  why a peer was not measured, by its name
@@ -34,6 +35,14 @@ class Ratio:
     @property
     def more_is_better(self) -> bool:
         return self.name.startswith("times ")
+
+    @property
+    def against(self) -> str:
+        return self.name.partition(", ")[0]
+
+    @property
+    def detail(self) -> str:
+        return self.name.partition(", ")[2]
 
     @property
     def met(self) -> bool | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from textwrap import shorten
 
-from kvproof.cli.bench_figures import Curve, Ratio
+from kvproof.cli.bench_figures import Curve, Ratio, named
 from kvproof.fuzz.svg import COLOURS, WIDTH, drawing, text
 
 LEFT, RIGHT, TOP = 80, WIDTH - 20, 20
 PLOT = 240  # the height of the plotting area
 ROW = 22  # of a bar, and of a line in the legend
-LABELS = 400  # the width of the labels beside the bars
+LABELS = 400  # the width of the labels beside the bars, which has room for so many letters
+LETTERS = 62
 TICK = 64  # the width of a label under the horizontal axis
 
 
@@ -52,9 +54,9 @@ def curves(drawn: Sequence[Curve]) -> str:
     return drawing(parts, bottom + 56 + ROW * len(drawn))
 
 
-def ratios(rows: Sequence[tuple[str, Ratio]]) -> str:
-    """A bar for each labelled ratio, from 1, on a logarithmic axis; a mark where its aim is."""
-    values = [value for _, ratio in rows for value in (ratio.value, ratio.aim or 1.0)]
+def ratios(rows: Sequence[Ratio]) -> str:
+    """A bar for each ratio, from 1, on a logarithmic axis; a mark where its aim is."""
+    values = [value for ratio in rows for value in (ratio.value, ratio.aim or 1.0)]
     low, high = math.log(min(0.8, *values)), math.log(max(1.25, *values))
     room = WIDTH - LABELS - 60
 
@@ -62,10 +64,11 @@ def ratios(rows: Sequence[tuple[str, Ratio]]) -> str:
         return LABELS + room * (math.log(value) - low) / (high - low)
 
     one, parts = across(1.0), list[str]()
-    for i, (label, ratio) in enumerate(rows):
+    for i, ratio in enumerate(rows):
         y, end = i * ROW, across(ratio.value)
         good = (ratio.value >= 1) == ratio.more_is_better
-        parts.append(text(LABELS - 8, y + 15, label, "end"))
+        label = ", ".join(filter(None, (named(ratio.benchmark), ratio.detail)))
+        parts.append(text(LABELS - 8, y + 15, shorten(label, LETTERS, placeholder="..."), "end"))
         parts.append(
             f'<rect x="{min(one, end):.1f}" y="{y + 4}" width="{abs(end - one):.1f}" height="14" '
             f'fill="{COLOURS[2] if good else COLOURS[1]}"/>'

@@ -157,8 +157,8 @@ def _sections(report: Report) -> Iterator[str]:
     ):
         if chosen := [ratio for ratio in report.ratios if ratio.name.startswith(kind)]:
             yield f"<h2>{title}</h2>{html.note(f'{meaning}. The black mark is the aim.')}"
-            for name, group in groupby(sorted(chosen, key=lambda ratio: ratio.name), lambda ratio: ratio.name):
-                yield f"<h3>{escape(name)}</h3>{plots.ratios([(named(r.benchmark), r) for r in group])}"
+            for name, group in groupby(sorted(chosen, key=lambda ratio: ratio.against), lambda ratio: ratio.against):
+                yield f"<h3>{escape(name)}</h3>{plots.ratios(list(group))}"
     for title, drawn in charts_of(report.run.results).items():
         yield f"<h2>{escape(title)}</h2>{plots.curves(drawn)}"
     yield f"<h2>All ratios</h2>{html.table(*table_of(report))}"

@@ -282,7 +282,7 @@ def test_pool_sizes(benchmark: BenchmarkFixture) -> None:
     for operation, unit in (("admit and release", "block"), ("append", "token")):
         by_size = times[unit]
         medians = {size: statistics.median(by_size[size]) for size in sizes}
-        figures.over(f"1,000 blocks: {operation}", by_size[sizes[-1]], by_size[sizes[0]], aim=1.25)
+        figures.over(f"1,000 blocks, {operation}", by_size[sizes[-1]], by_size[sizes[0]], aim=1.25)
         figures.curve(
             "Latency against pool size, every block cached", f"{operation}, a {unit}", medians, x="blocks", y="us"
         )

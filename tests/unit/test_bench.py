@@ -49,6 +49,16 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+def is_inside(svg: ET.Element) -> bool:
+    """Whether all bars and all points lie in the drawing."""
+    _, _, width, height = map(float, svg.attrib["viewBox"].split())
+    bars = [{name: float(rect.attrib[name]) for name in ("x", "y", "width", "height")} for rect in svg.iter("rect")]
+    points = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in svg.iter("circle")]
+    points += [(bar["x"], bar["y"]) for bar in bars]
+    points += [(bar["x"] + bar["width"], bar["y"] + bar["height"]) for bar in bars]
+    return all(0 <= x <= width and 0 <= y <= height for x, y in points)
+
+
 def bench(*argv: object) -> int:
     try:
         return main(["bench", *map(str, argv)])
@@ -83,6 +93,8 @@ def test_a_run_writes_a_report_and_its_ratios_are_a_baseline(
     drawings = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
     assert [len(svg.findall("polyline")) for svg in drawings] == [0, 0, 2]  # both curves in one chart
     assert [len(svg.findall("rect")) for svg in drawings] == [2, 2, 0]
+    assert all(is_inside(svg) for svg in drawings)
+    assert re.findall(r"<h3>(.*?)</h3>", page) == ["times peer &amp; co", "over bare &lt;limit&gt;"]
 
     ratios["ratios"][one] = {"times peer & co": 4.9, "over bare <limit>": 1.3}  # 4.9 / 4 = 1.225, 1.5 / 1.3 = 1.154
     ratios["ratios"]["gone"] = {"times peer & co": 9.0, "times nobody": 2.0}

@@ -2,9 +2,10 @@
 
     PYTHONPATH=tests/benchmarks $KVPROOF_VLLM_PYTHON tests/benchmarks/peers/vllm_engine.py FOLDER
 
-FOLDER has the model. First a line is printed with vLLM's version and how its threads are bound; then each line of
-standard input is a `Conversations`, answered by what `converse` returns. The prefix cache is on; the rest is vLLM's
-default for the CPU, but for its log and for blocks of 32, the smallest it takes: a smaller block shares more.
+FOLDER has the model. First a line is printed with vLLM's version, how its threads are bound and how it compiles; then
+each line of standard input is a `Conversations`, answered by what `converse` returns. The prefix cache is on; the rest
+is vLLM's default for the CPU, but for the limits that ours has too, and for blocks of 32, the smallest that its fastest
+kernel takes: a smaller block shares more.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def main() -> None:
         "version": vllm.__version__,
         "threads_bound_to": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"),
         "block_size": BLOCK_SIZE,
+        "compilation": engine.llm.llm_engine.vllm_config.compilation_config.mode.name,
     }
     print(json.dumps(about), file=answers, flush=True)
     for line in sys.stdin:
