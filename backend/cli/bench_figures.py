@@ -15,12 +15,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvproof.allocator import InvalidArgument
 
 KINDS = ("times ", "over ")
 RESERVED = ("ratios", "aims", "curves", "absent")
+PACKAGES = ("kvproof", "torch", "transformers", "nano-vllm-fork", "hypothesis", "pytest-benchmark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Figures:
 
     def __init__(self, benchmark: Any) -> None:
         self._info: dict[str, Any] = benchmark.extra_info
+        self._info["versions"] = versions()
 
     def times(self, peer: str, theirs: Sequence[float], ours: Sequence[float], *, aim: float | None = None) -> None:
         self._ratio(f"times {peer}", theirs, ours, aim)
@@ -98,6 +102,18 @@ class Figures:
         self._info.setdefault("ratios", {})[name] = round(value, 3)
         if aim is not None:
             self._info.setdefault("aims", {})[name] = aim
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of the packages that take part, where they are installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def ratios_of(results: Mapping[str, Any]) -> list[Ratio]:

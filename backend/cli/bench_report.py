@@ -6,17 +6,15 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any
 
 from kvproof.cli import bench_plots as plots
 from kvproof.cli.bench_compare import Comparison
-from kvproof.cli.bench_figures import Ratio, absent_of, charts_of, named, notes_of, ratios_of
+from kvproof.cli.bench_figures import Ratio, absent_of, charts_of, named, notes_of, ratios_of, versions
 from kvproof.cli.bench_run import Run
 from kvproof.fuzz import html
 
-PACKAGES = ("kvproof", "torch", "transformers", "nano-vllm-fork", "hypothesis", "pytest-benchmark")
 HEAD = ("benchmark", "ratio", "measured", "aim", "met")
 
 
@@ -58,13 +56,7 @@ def machine_of(results: dict[str, Any]) -> str:
 
 
 def packages() -> str:
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    return ", ".join(f"{package} {version}" for package, version in versions().items())
 
 
 def table_of(report: Report) -> tuple[list[str], list[list[str]]]:

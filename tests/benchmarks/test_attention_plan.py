@@ -1,6 +1,7 @@
 """What a step's metadata costs on the host, once for all layers: building it, validating it, planning with both.
 
-`plan` is the torch backend's, in which `validate` is the first thing.
+`plan` is the torch backend's, in which `validate` is the first thing. Beside each stands the bare limit: copying as
+many block numbers as the batch names, which a kernel has to be given in one array.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
+from time import perf_counter
 
+import numpy as np
 import pytest
 from mode import QUICK
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from kvproof.attention import BatchPlan, CacheSpec
 from kvproof.attention.torch_paged import TorchAttention
+from kvproof.cli.bench_figures import Figures
 
 BLOCK_SIZE = 16
+TURNS = 100
 STEPS = {  # sequence lengths, query lengths, and blocks that all rows begin with
     "1 decode of 1000": ([1000], [1], 0),
     "32 decodes of 2048": ([2048] * 32, [1] * 32, 0),
@@ -54,3 +59,15 @@ def test_plan(step: str, work: str, benchmark: BenchmarkFixture) -> None:
     }
     benchmark.group = step
     benchmark(calls[work])
+    named = np.concatenate(tables).astype(np.int32)
+    turns = [(timed(calls[work]), timed(named.copy)) for _ in range(TURNS)]
+    figures = Figures(benchmark)
+    figures.over("a copy of as many block numbers", *zip(*turns, strict=True))
+    figures.note(rows=len(tables), blocks=sum(counts), block_size=BLOCK_SIZE)
+    figures.show()
+
+
+def timed(run: Callable[[], object]) -> float:
+    started = perf_counter()
+    run()
+    return perf_counter() - started

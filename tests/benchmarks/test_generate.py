@@ -145,7 +145,7 @@ def test_generate(benchmark: BenchmarkFixture, vllm_engine: Any, transformers_mo
 
 @pytest.mark.benchmark(group="shared prefix: 32 requests of 512 shared and 32 own prompt tokens, bfloat16")
 def test_shared_prefix(benchmark: BenchmarkFixture, vllm_engine: Any) -> None:
-    """One request with the prefix comes first, as a system prompt has been served before; its time counts too."""
+    """All at once, and nobody has seen the prefix before: whoever runs first computes it."""
     contest = Contest(vllm_engine)
     works = [conversations(NUM_SEQS, 32, NEW_TOKENS, shared=512, seed=100 + i) for i in range(ROUNDS + 1)]
     results = benchmark.pedantic(contest.rounds, args=(works,), rounds=1)

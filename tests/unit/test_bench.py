@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvproof.allocator import InvalidArgument
-from kvproof.cli import main
+from kvproof.cli import bench_run, main
 from kvproof.cli.bench_compare import compare
 from kvproof.cli.bench_figures import Figures, Ratio, ratios_of
 
@@ -152,6 +152,17 @@ def test_bad_input_is_one_line(
     told = capsys.readouterr().err
     assert told.count("\n") == 1
     assert message in told
+
+
+def test_without_a_checkout_it_says_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_run, "__file__", str(tmp_path / "site-packages/kvproof/cli/bench_run.py"))
+    monkeypatch.chdir(tmp_path)
+    assert bench() == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "run this in a checkout of kvproof, after make dev, or name a folder of your own benchmarks" in told
 
 
 @pytest.mark.parametrize(
