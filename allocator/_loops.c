@@ -25,8 +25,8 @@
 #define MAX_NUMBER ((int64_t)(UINT64_MAX >> PLACE_BITS))
 
 #define NAMES(X) \
-    X(_buckets) X(_cached) X(_content) X(_due) X(_empty) X(_free_places) X(_hashes) X(_key_size) X(_keys) \
-    X(_last_number) X(_length) X(_links) X(_log) X(_log_steps) X(_more_blocks) X(_more_key) X(_num_columns) \
+    X(_cached) X(_content) X(_due) X(_empty) X(_free_places) X(_hashes) X(_key_size) X(_keys) \
+    X(_last_number) X(_length) X(_links) X(_log) X(_log_steps) X(_lookup) X(_more_blocks) X(_more_key) X(_num_columns) \
     X(_num_computed) X(_num_reserved) X(_num_steps) X(_prepare_row) X(_publish_row) X(_published) X(_records) X(_refs) \
     X(_row) X(_rows) X(_serve_row) X(_settled_at) X(_starved) X(_table) X(_tables) X(_tokens) X(append) X(clock) \
     X(evictions) X(frombytes) X(make_room) X(max_length) X(media) X(num_free) X(num_reserved) X(published) \

@@ -1,13 +1,13 @@
 /* `PrefixIndex` and the hashes of sequences. Part of _loops.c. */
 
 typedef struct {
-    uint64_t node, parent, hash, block, collision, child, older, younger;
+    uint64_t node, parent, hash, block, child, older, younger, spare;
 } Record;
 
 #define WORDS ((Py_ssize_t)(sizeof(Record) / sizeof(uint64_t)))
 
 typedef struct {
-    Array records, keys, buckets;
+    Array records, keys, lookup;
     PyObject *more_key;
     Py_ssize_t key_size;
 } Index;
@@ -16,7 +16,7 @@ static void close_index(Index *index)
 {
     close_array(&index->records);
     close_array(&index->keys);
-    close_array(&index->buckets);
+    close_array(&index->lookup);
     Py_CLEAR(index->more_key);
 }
 
@@ -24,7 +24,7 @@ static int open_index(PyObject *self, Index *index)
 {
     memset(index, 0, sizeof *index);
     if (open_attribute(self, s__records, &index->records) < 0 || open_attribute(self, s__keys, &index->keys) < 0 ||
-        open_attribute(self, s__buckets, &index->buckets) < 0 ||
+        open_attribute(self, s__lookup, &index->lookup) < 0 ||
         (index->more_key = PyObject_GetAttr(self, s__more_key)) == NULL ||
         (index->key_size = get_int(self, s__key_size)) < 0) {
         close_index(index);
@@ -60,9 +60,41 @@ static char *key_at(Index *index, uint64_t place)
     return index->keys.bytes + (Py_ssize_t)place / WORDS * index->key_size;
 }
 
-static uint32_t *bucket_of(Index *index, uint64_t hash)
+/* `_tag` of index.py. */
+static uint64_t tag_of(uint64_t hash)
 {
-    return &index->buckets.places[hash & (uint64_t)(index->buckets.n - 1)];
+    return hash * UINT64_C(0x9E3779B97F4A7C15) >> 32;
+}
+
+/* The entry of the hash table that a hash names. */
+static uint64_t *entry_of(Index *index, uint64_t hash)
+{
+    return &index->lookup.words[tag_of(hash) & (uint64_t)(index->lookup.n - 1)];
+}
+
+/* `_enter` of index.py. */
+static void enter(Array *lookup, uint64_t tag, uint64_t place)
+{
+    const uint64_t mask = (uint64_t)lookup->n - 1;
+    uint64_t at = tag & mask;
+    while (lookup->words[at])
+        at = (at + 1) & mask;
+    lookup->words[at] = tag << 32 | place;
+}
+
+/* The hash table's part of `PrefixIndex._forget`. */
+static void leave(Array *lookup, uint64_t tag, uint64_t place)
+{
+    const uint64_t mask = (uint64_t)lookup->n - 1;
+    uint64_t *words = lookup->words, gap = tag & mask, at;
+    while ((uint32_t)words[gap] != place)
+        gap = (gap + 1) & mask;
+    for (at = (gap + 1) & mask; words[at]; at = (at + 1) & mask)
+        if (((at - (words[at] >> 32)) & mask) >= ((at - gap) & mask)) {
+            words[gap] = words[at];
+            gap = at;
+        }
+    words[gap] = 0;
 }
 
 /* Whether a dict has the number; yes where that can't be found out, for that leaves it to Python. */
@@ -81,9 +113,12 @@ static int has(PyObject *dict, uint64_t key)
 /* `PrefixIndex.find`: the record of exactly this key of `key_size` bytes after exactly this parent, or NULL. */
 static Record *find(Index *index, uint64_t parent, const char *key, uint64_t hash)
 {
-    for (uint64_t place = *bucket_of(index, hash); place; place = record_at(index, place)->collision) {
-        Record *record = record_at(index, place);
-        if (record->parent == parent && memcmp(key_at(index, place), key, (size_t)index->key_size) == 0 &&
+    const uint64_t mask = (uint64_t)index->lookup.n - 1, tag = tag_of(hash);
+    for (uint64_t at = tag & mask, entry; (entry = index->lookup.words[at]) != 0; at = (at + 1) & mask) {
+        if (entry >> 32 != tag)
+            continue;
+        Record *record = record_at(index, (uint32_t)entry);
+        if (record->parent == parent && memcmp(key_at(index, (uint32_t)entry), key, (size_t)index->key_size) == 0 &&
             !has(index->more_key, record->node))
             return record;
     }
@@ -187,26 +222,23 @@ static PyObject *hash_run(PyObject *module, PyObject *const *args, Py_ssize_t na
     Py_RETURN_NONE;
 }
 
-/* The loop of `PrefixIndex._spread`: sort the nodes into the buckets of an array of zeros. */
+/* The loop of `PrefixIndex._spread`: enter the nodes into a table of zeros. */
 static PyObject *spread(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Index index;
-    Array buckets = {0};
+    Array lookup = {0};
     if (open_index(args[0], &index) < 0)
         return NULL;
-    if (open_array(args[1], &buckets) < 0) {
+    if (open_array(args[1], &lookup) < 0) {
         close_index(&index);
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < index.buckets.n; i++)
-        for (uint64_t place = index.buckets.places[i], after; place; place = after) {
-            Record *record = record_at(&index, place);
-            uint32_t *bucket = &buckets.places[record->hash & (uint64_t)(buckets.n - 1)];
-            after = record->collision;
-            record->collision = *bucket;
-            *bucket = (uint32_t)place;
-        }
-    close_array(&buckets);
+    for (Py_ssize_t i = 0; i < index.lookup.n; i++) {
+        uint64_t entry = index.lookup.words[i];
+        if (entry)
+            enter(&lookup, entry >> 32, (uint32_t)entry);
+    }
+    close_array(&lookup);
     close_index(&index);
     Py_RETURN_NONE;
 }

@@ -4,15 +4,7 @@
 static void forget_leaf(Index *index, uint64_t place)
 {
     Record *leaf = record_at(index, place);
-    uint32_t *bucket = bucket_of(index, leaf->hash);
-    if (*bucket == place)
-        *bucket = (uint32_t)leaf->collision;
-    else {
-        Record *before = record_at(index, *bucket);
-        while (before->collision != place)
-            before = record_at(index, before->collision);
-        before->collision = leaf->collision;
-    }
+    leave(&index->lookup, tag_of(leaf->hash), place);
     if (leaf->older)
         record_at(index, leaf->older)->younger = leaf->younger;
     if (leaf->younger)
@@ -47,22 +39,32 @@ static int hand_out(Pool *pool, PyObject *blocks, int32_t block)
     return 1;
 }
 
-/* Ask for the memory that evicting the blocks after this place in the ring will touch: where a link leads, then what
- * is there, is known one step at a time. */
-static int32_t prefetch_leaf(Pool *pool, Index *index, Ring *ring, int32_t place)
+/* The blocks that will be evicted soon, and those of them whose memory has been asked for up to the record. */
+typedef struct {
+    int32_t place;
+    unsigned count;
+    uint64_t nodes[4];
+} Ahead;
+
+/* Ask for the memory that evicting a block will touch, a step further in the ring: where the next link leads, what is
+ * there, and what that leads to become known one after the other. */
+static void look_ahead(Pool *pool, Index *index, Ring *ring, Ahead *ahead)
 {
-    if (place == 0 || !is_block(pool, place - 1))
-        return 0;
-    int32_t next = ((Link *)ring->links.ints)[place].next, block = place - 1;
-    __builtin_prefetch(&((Link *)ring->links.ints)[next]);
-    if (next) {
-        __builtin_prefetch(&pool->content.words[next - 1]);
-        __builtin_prefetch(&pool->refs.ints[next - 1], 1);
-        __builtin_prefetch(&pool->published.words[next - 1]);
+    uint64_t node = 0, before = ahead->nodes[(ahead->count + 1) % 4];
+    if (ahead->place != 0 && is_block(pool, ahead->place - 1)) {
+        node = pool->content.words[ahead->place - 1];
+        ahead->place = ((Link *)ring->links.ints)[ahead->place].next;
+        __builtin_prefetch(&((Link *)ring->links.ints)[ahead->place]);
+        if (ahead->place) {
+            __builtin_prefetch(&pool->content.words[ahead->place - 1]);
+            __builtin_prefetch(&pool->refs.ints[ahead->place - 1], 1);
+            __builtin_prefetch(&pool->published.words[ahead->place - 1]);
+        }
+        __builtin_prefetch(record_of(index, node), 1);
     }
-    uint64_t node = pool->content.words[block];
-    __builtin_prefetch(record_of(index, node), 1);
-    return next;
+    if (before && is_alive(index, before))
+        __builtin_prefetch(entry_of(index, record_of(index, before)->hash), 1);
+    ahead->nodes[ahead->count++ % 4] = node;
 }
 
 /* `BlockPool.take` of `n` with `PrefixCache._evicted`: those without content, then what LRU evicts while that are plain
@@ -100,12 +102,12 @@ static PyObject *take_run(PyObject *module, PyObject *const *args, Py_ssize_t na
         done++;
     }
     if (done < n && num_empty == 0) {
-        int32_t ahead = ((Link *)ring.links.ints)->next;
-        for (int i = 0; i < 6; i++)
-            ahead = prefetch_leaf(&pool, &index, &ring, ahead);
+        Ahead ahead = {.place = ring.length > 0 ? ((Link *)ring.links.ints)->next : 0};
+        for (int i = 0; i < 7; i++)
+            look_ahead(&pool, &index, &ring, &ahead);
         for (; done < n && ring.length > 0; done++, evictions++) {
             int32_t block = ((Link *)ring.links.ints)->next - 1;
-            ahead = prefetch_leaf(&pool, &index, &ring, ahead);
+            look_ahead(&pool, &index, &ring, &ahead);
             uint64_t node = is_block(&pool, block) && pool.refs.ints[block] == 0 ? pool.content.words[block] : 0;
             if (node == 0 || !is_plain_leaf(&index, more_blocks, block, node) || !hand_out(&pool, blocks, block))
                 break;
@@ -188,13 +190,13 @@ static int can_publish(Press *press, int64_t block)
 static uint64_t publish_block(Press *press, int64_t block, uint64_t parent, const char *key, uint64_t hash)
 {
     Index *index = &press->index;
-    uint32_t place = press->places.places[--press->num_free], *bucket = bucket_of(index, hash);
+    uint32_t place = press->places.places[--press->num_free];
     Record *above = record_of(index, parent);
     uint64_t node = (uint64_t)++press->last_number << PLACE_BITS | place >> 3;
     *record_at(index, place) = (Record){.node = node, .parent = parent, .hash = hash, .block = (uint64_t)block,
-                                        .collision = *bucket, .older = above->child};
+                                        .older = above->child};
     memcpy(key_at(index, place), key, (size_t)index->key_size);
-    *bucket = place;
+    enter(&index->lookup, tag_of(hash), place);
     if (above->child)
         record_at(index, above->child)->younger = place;
     above->child = place;
@@ -213,7 +215,7 @@ static void prefetch(Press *press, Py_ssize_t ahead, int32_t block, uint64_t has
     uint32_t place = press->places.places[press->num_free - 1 - ahead];
     __builtin_prefetch(record_at(index, place), 1);
     __builtin_prefetch(key_at(index, place), 1);
-    __builtin_prefetch(bucket_of(index, hash), 1);
+    __builtin_prefetch(entry_of(index, hash), 1);
     __builtin_prefetch(&press->pool.refs.ints[block]);
     __builtin_prefetch(&press->pool.content.words[block], 1);
     __builtin_prefetch(&press->pool.published.words[block], 1);

@@ -19,8 +19,11 @@ _PLACE = 2**_PLACE_BITS - 1 << 3
 _MAX_NUMBER = (1 << 64 - _PLACE_BITS) - 1  # blocks of 16 tokens: nine weeks at 100,000 tokens a second
 
 # What there is to know of a node, as words of its record. The links are places, 0 is none.
-_NODE, _PARENT, _HASH, _BLOCK, _COLLISION, _CHILD, _OLDER, _YOUNGER = range(8)
+_NODE, _PARENT, _HASH, _BLOCK, _CHILD, _OLDER, _YOUNGER = range(7)
 _WORDS = 8
+
+_LOW = 2**32 - 1
+_MIX = 0x9E3779B97F4A7C15  # spreads hashes that differ little: Knuth's multiplicative hashing
 
 
 class PrefixIndex:
@@ -50,8 +53,9 @@ class PrefixIndex:
         self._records = array("Q", bytes(8 * _WORDS))
         self._keys = bytearray(key_size)
         self._free_places = array("I")
-        # The first place of each bucket, by the lower bits of the hash. A dict would be eight times as large.
-        self._buckets = array("I", (0,))
+        # The hash table, half of it empty at least. An entry is 32 bits of a hash (`_tag`) above a place; it lies in the
+        # first entry that was free, from the one that its tag names on. A dict would be several times as large.
+        self._lookup = array("Q", (0, 0))
 
     def root(self, namespace: Namespace) -> int:
         """The parent of the namespace's first blocks, `NONE` when it has none."""
@@ -77,12 +81,15 @@ class PrefixIndex:
 
     def find(self, parent: int, key: bytes, hash: int) -> int:
         """The live node of exactly `key` after exactly `parent`, or `NONE`."""
-        place = self._buckets[hash & len(self._buckets) - 1]
-        while place:
-            node = self._records[place + _NODE]
-            if self._records[place + _PARENT] == parent and self._key(node) == key:
-                return node
-            place = self._records[place + _COLLISION]
+        mask, tag = len(self._lookup) - 1, _tag(hash)
+        at = tag & mask
+        while entry := self._lookup[at]:
+            if entry >> 32 == tag:
+                place = entry & _LOW
+                node = self._records[place + _NODE]
+                if self._records[place + _PARENT] == parent and self._key(node) == key:
+                    return node
+            at = at + 1 & mask
         return NONE
 
     def add(self, block: int, parent: int, key: bytes, hash: int) -> int:
@@ -96,9 +103,7 @@ class PrefixIndex:
         self._keys[at : at + size] = key[:size]
         if len(key) > size:
             self._more_key[node] = key[size:]
-        bucket = hash & len(self._buckets) - 1
-        self._records[place + _COLLISION] = self._buckets[bucket]
-        self._buckets[bucket] = place
+        _enter(self._lookup, _tag(hash), place)
         older = self._records[above + _CHILD]
         if older:
             self._records[place + _OLDER] = older
@@ -156,20 +161,13 @@ class PrefixIndex:
 
     def nodes(self) -> Iterator[Node]:
         """Every live node, oldest first, roots left out."""
-        nodes = (self._records[place + _NODE] for first in self._buckets for place in self._bucket(first))
+        nodes = (self._records[(entry & _LOW) + _NODE] for entry in self._lookup if entry)
         return (Node(self, node) for node in sorted(nodes))
 
     def _key(self, node: int) -> bytes:
         at = (node << 3 & _PLACE) // _WORDS * self._key_size
         key = bytes(self._keys[at : at + self._key_size])
         return key + self._more_key[node] if node in self._more_key else key
-
-    def _bucket(self, first: int) -> Iterator[int]:
-        """The places of the bucket that starts with `first`."""
-        place = first
-        while place:
-            yield place
-            place = self._records[place + _COLLISION]
 
     def _children(self, node: int) -> list[int]:
         """Oldest first."""
@@ -187,7 +185,7 @@ class PrefixIndex:
         place = self._free_places.pop()
         self._last_number += 1
         node = self._last_number << _PLACE_BITS | place >> 3
-        self._records[place : place + _COLLISION] = array("Q", (node, parent, hash, block))
+        self._records[place : place + _CHILD] = array("Q", (node, parent, hash, block))
         return node
 
     def make_room(self, n: int) -> None:
@@ -198,37 +196,35 @@ class PrefixIndex:
         more = max(min(size // 4, 1024), n)  # a little at a time: the arrays themselves see to it that they grow faster
         self._records.frombytes(bytes(8 * _WORDS * more))
         self._keys.extend(bytes(self._key_size * more))
-        if size + more > len(self._buckets):
-            self._spread(2 ** (size + more - 1).bit_length())
+        if 2 * (size + more) > len(self._lookup):
+            self._spread(2 ** (2 * (size + more) - 1).bit_length())
         self._free_places.extend(range((size + more - 1) * _WORDS, (size - 1) * _WORDS, -_WORDS))
 
-    def _spread(self, num_buckets: int) -> None:
-        """Sort the nodes into so many buckets, a power of two."""
-        buckets = array("I", bytes(self._buckets.itemsize * num_buckets))
+    def _spread(self, num_entries: int) -> None:
+        """A hash table of so many entries, a power of two."""
+        lookup = array("Q", bytes(8 * num_entries))
         if loops.compiled is not None:
-            loops.compiled.spread(self, buckets)
+            loops.compiled.spread(self, lookup)
         else:
-            for first in self._buckets:
-                place = first
-                while place:
-                    after = self._records[place + _COLLISION]
-                    bucket = self._records[place + _HASH] & num_buckets - 1
-                    self._records[place + _COLLISION] = buckets[bucket]
-                    buckets[bucket] = place
-                    place = after
-        self._buckets = buckets
+            for entry in self._lookup:
+                if entry:
+                    _enter(lookup, entry >> 32, entry & _LOW)
+        self._lookup = lookup
 
     def _forget(self, node: int) -> None:
         if self._events is not None:
             self._events.removed(Node(self, node))  # pyright: ignore[reportArgumentType]
         place = node << 3 & _PLACE
-        bucket, after = self._records[place + _HASH] & len(self._buckets) - 1, self._records[place + _COLLISION]
-        first = self._buckets[bucket]
-        if first == place:
-            self._buckets[bucket] = after
-        else:
-            before = next(other for other in self._bucket(first) if self._records[other + _COLLISION] == place)
-            self._records[before + _COLLISION] = after
+        mask = len(self._lookup) - 1
+        gap = _tag(self._records[place + _HASH]) & mask
+        while self._lookup[gap] & _LOW != place:
+            gap = gap + 1 & mask
+        at = gap
+        while entry := self._lookup[at := at + 1 & mask]:
+            if (at - (entry >> 32)) & mask >= (at - gap) & mask:  # its tag names the gap, or an entry before it
+                self._lookup[gap] = entry
+                gap = at
+        self._lookup[gap] = 0
         self._more_blocks.pop(node, None)
         self._more_key.pop(node, None)
         self._free(place)
@@ -248,6 +244,18 @@ class PrefixIndex:
     def _free(self, place: int) -> None:
         self._records[place : place + _WORDS] = array("Q", bytes(8 * _WORDS))
         self._free_places.append(place)
+
+
+def _tag(hash: int) -> int:
+    return hash * _MIX >> 32 & _LOW
+
+
+def _enter(lookup: array[int], tag: int, place: int) -> None:
+    mask = len(lookup) - 1
+    at = tag & mask
+    while lookup[at]:
+        at = at + 1 & mask
+    lookup[at] = tag << 32 | place
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ _RECORDS = "self._records = array('Q', bytes(8 * _WORDS))"
 _ROOM = "self._records.frombytes(bytes(8 * _WORDS * more))"
 _FREED = "self._records[place:place + _WORDS] = array('Q', bytes(8 * _WORDS))"
 _OF_NODE = "node = self._records[place + _NODE]"
-_NODES = "nodes = (self._records[place + _NODE] for first in self._buckets for place in self._bucket(first))"
+_NODES = "nodes = (self._records[(entry & _LOW) + _NODE] for entry in self._lookup if entry)"
 _CHILDREN = "children.append(self._records[child + _NODE])"
 
 _AHEAD = "hashes = self._hashes(seq, i + 1 if i < len(seq._hashes) else min(2 * i + 1, limit))"
@@ -67,8 +67,9 @@ _BY_REASON = {
     "an empty rest of the key is kept, and put behind the key": (
         "index.PrefixIndex.add: if len(key) > size: -> if len(key) >= size:",
     ),
-    "sorts the nodes into as many buckets as there are": (
-        "index.PrefixIndex.make_room: if size + more > len(self._buckets): -> if size + more >= len(self._buckets):",
+    "makes a hash table as large as there is": (
+        "index.PrefixIndex.make_room: if 2 * (size + more) > len(self._lookup): -> "
+        "if 2 * (size + more) >= len(self._lookup):",
     ),
     "leads to a second check, which decides": (
         "pool.BlockPool.content: if not self.num_reserved <= block < self.num_blocks: -> "

@@ -149,7 +149,7 @@ def run_round(job: RoundJob) -> Answer:
     if job.engine == "atheris" and not job.replay:
         from kvproof.fuzz.guided import run_guided
 
-        return run_guided(job, test, tally)
+        return run_guided(job, test, tally)  # pyright: ignore[reportArgumentType] - by folder, it sees this class twice
     collecting: Any = collector  # typed as if it could only hold None
     statistics: list[Any] = []
     error: Exception | None = None

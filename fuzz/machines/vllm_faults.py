@@ -1,4 +1,4 @@
-"""What can be broken in the vLLM integration, each to be noticed by a machine or a case. Runs where vLLM is installed."""
+"""What can be broken in the vLLM integration, each to be noticed by a machine or a case. Runs where vLLM is."""
 
 from __future__ import annotations
 

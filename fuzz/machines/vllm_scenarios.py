@@ -132,7 +132,7 @@ def facts(event: Any) -> list[tuple[Any, ...]]:
 
 
 def a_free_hit_costs_a_block() -> None:
-    """Two cached blocks that nobody references are on the free list: with one more and a watermark of 2, 4 are too few."""
+    """Two cached blocks that nobody references are on the free list: with one more, a watermark of 2 leaves too few."""
     for scheduler_class in (StockScheduler, Scheduler):
         engine = Engine(scheduler_class, Shape(num_blocks=11, watermark=0.2, max_model_len=40))
         engine.add(Ask("0", (0,) * 9, max_tokens=1))
@@ -255,7 +255,7 @@ def refusal(error: type[Exception], call: Callable[[], object]) -> str:
     try:
         call()
     except error as refused:
-        assert isinstance(refused, KvproofError | WrongRead | ValueError)
+        assert isinstance(refused, KvproofError | WrongRead | ValueError)  # noqa: PT017 - there is no pytest beside vLLM
         return str(refused)
     raise AssertionError(f"was not refused with {error.__name__}")
 

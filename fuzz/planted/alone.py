@@ -67,11 +67,11 @@ INDEX_FAULTS = (
         "an identity has a second life (nano-vllm#163)",
     ),
     Fault(
-        "bucket dropped with its first node",
+        "the gap of a removed node is not closed",
         PrefixIndex,
         "_forget",
-        "self._buckets[bucket] = after",
-        "self._buckets[bucket] = 0",
+        "if (at - (entry >> 32)) & mask >= (at - gap) & mask:",
+        "if False:",
         "what collided with an evicted block can't be found any more",
     ),
     Fault(

@@ -105,13 +105,13 @@ def test_siblings_close_the_gap_that_one_of_them_leaves() -> None:
     assert (list(index.nodes()), index._more_blocks) == ([], {})
 
 
-def test_a_bucket_has_a_node_or_none_on_average() -> None:
+def test_half_of_the_hash_table_is_empty() -> None:
     """Nothing but time would tell: whatever they are, nodes are found."""
     index = PrefixIndex(4)
     root = index.plant(Namespace())
     for i in range(70):
         num_places = len(index._keys) // 4
-        assert num_places <= len(index._buckets) < 2 * num_places
+        assert 2 * num_places <= len(index._lookup) < 4 * num_places
         index.add(i, root, i.to_bytes(4, "little"), i)
 
 

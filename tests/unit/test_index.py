@@ -127,7 +127,7 @@ def test_nothing_is_left_of_what_was_removed() -> None:
         for block, node in enumerate(nodes):
             index.remove(block, node)
     left = index._roots, index._namespaces, index._more_blocks, index._more_key
-    assert (set(index._buckets), *left) == ({0}, {}, {}, {}, {})
+    assert (set(index._lookup), *left) == ({0}, {}, {}, {}, {})
     assert len(index._free_places) == len(index._keys) // 4 - 1 < 16
 
 

@@ -507,7 +507,7 @@ def test_nothing_else_runs_while_a_view_is_open() -> None:
         nonlocal runs
         runs += 1
         index, pool = manager.index, manager.pool
-        arrays: list[Any] = [index._records, index._keys, index._buckets, index._free_places, pool._refs, pool._content]
+        arrays: list[Any] = [index._records, index._keys, index._lookup, index._free_places, pool._refs, pool._content]
         arrays += [pool._published, pool._empty, batch._log, batch._tables]
         for seq in batch:
             arrays += [seq._tokens, seq._hashes, seq._table]

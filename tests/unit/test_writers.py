@@ -34,7 +34,7 @@ WRITERS = declared(
         "_empty": ["pool.BlockPool: __init__ _evict release take withdraw"],
         "_cached": ["pool.BlockPool: __init__ _evict release share withdraw"],
         # PrefixIndex
-        "_buckets": ["index.PrefixIndex: __init__ _forget _spread add"],
+        "_lookup": ["index.PrefixIndex: __init__ _forget _spread add"],
         "_roots": ["index.PrefixIndex: __init__ _close_gap plant"],
         "_namespaces": ["index.PrefixIndex: __init__ _close_gap plant"],
         "_more_blocks": ["index.PrefixIndex: __init__ _forget carry remove"],
