@@ -53,8 +53,8 @@ class PrefixIndex:
         self._records = array("Q", bytes(8 * _WORDS))
         self._keys = bytearray(key_size)
         self._free_places = array("I")
-        # The hash table, half of it empty at least. An entry is 32 bits of a hash (`_tag`) above a place; it lies in the
-        # first entry that was free, from the one that its tag names on. A dict would be several times as large.
+        # The hash table, half of it empty at least. An entry is 32 bits of a hash (`_tag`) above a place, in the first
+        # entry that was free from the one that its tag names. A dict would be several times as large.
         self._lookup = array("Q", (0, 0))
 
     def root(self, namespace: Namespace) -> int:
