@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -30,7 +30,10 @@ NUM_SEQS = 32
 PROMPT_TOKENS = 32
 NEW_TOKENS = 16 if QUICK else 64
 ROUNDS = 1 if QUICK else 3
-BATCHES = [1, 8, 32] if QUICK else [1, 2, 4, 8, 16, 32, 64]
+Result = dict[str, Any]
+Contender = Callable[[Conversations], Result]
+BATCHES = [1, 2, 4, 8, 16, 32, 64]
+PRODUCTS = "bare products"
 
 
 @cache
@@ -40,8 +43,9 @@ def model() -> tuple[ModelConfig, ModelRunner]:
     return checkpoint.config, load_runner(checkpoint, "bfloat16")
 
 
-def bare_products(config: ModelConfig, rows: int) -> Callable[[], None]:
-    """One decode step's matrix products and nothing else: what no engine can do without."""
+def bare_products(rows: int) -> Contender:
+    """The matrix products of as many decode steps and nothing else: what no engine can do without."""
+    config = model()[0]
     q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)] * config.num_layers
@@ -49,14 +53,19 @@ def bare_products(config: ModelConfig, rows: int) -> Callable[[], None]:
     inputs = {n: torch.randn(rows, n, dtype=torch.bfloat16) for n in {hidden, q, inner}}
 
     @torch.inference_mode()
-    def products() -> None:
-        for weight in weights:
-            linear(inputs[weight.shape[1]], weight)
+    def products(work: Conversations) -> Result:
+        steps = []
+        for _ in range(work["max_tokens"]):
+            started = time.perf_counter()
+            for weight in weights:
+                linear(inputs[weight.shape[1]], weight)
+            steps.append(time.perf_counter() - started)
+        return {"seconds": sum(steps), "decode_step": statistics.median(steps)}
 
     return products
 
 
-def transformers_seconds(peer: Any, work: Conversations) -> float:
+def transformers_turn(peer: Any, work: Conversations) -> Result:
     prompts, tokens = torch.tensor(work["prompts"]), work["max_tokens"]
     started = time.perf_counter()
     out = peer.generate(
@@ -69,75 +78,61 @@ def transformers_seconds(peer: Any, work: Conversations) -> float:
     )
     seconds = time.perf_counter() - started
     assert out.shape == (len(prompts), prompts.shape[1] + tokens)
-    return seconds
+    return {"seconds": seconds}
 
 
-class Contest:
-    """Rounds of the same work in turns: every peer, then ours. One round before them warms all up."""
+def contenders(vllm: Any, transformers: Any) -> dict[str, Contender]:
+    """Those that are here, ours last."""
+    ours = OurEngine(model()[1], num_blocks=4096, max_num_seqs=64)
 
-    def __init__(self, vllm: Any, transformers: Any = None) -> None:
-        self.config, runner = model()
-        self.ours = OurEngine(runner, num_blocks=4096, max_num_seqs=64)
-        self.vllm, self.transformers = vllm, transformers
+    def our_turn(work: Conversations) -> Result:
+        return {**converse(ours, work), "decode_step": statistics.median(ours.steps[1:])}
 
-    def round(self, work: Conversations, results: dict[str, list[dict[str, Any]]]) -> None:
-        if self.transformers is not None:
-            results.setdefault("transformers", []).append({"seconds": transformers_seconds(self.transformers, work)})
-        if self.vllm is not None:
-            results.setdefault("vllm", []).append(self.vllm.converse(work))
-        results.setdefault("ours", []).append(converse(self.ours, work))
-
-    def rounds(self, works: list[Conversations]) -> dict[str, list[dict[str, Any]]]:
-        """The results of each, by name. The first of `works` is the warm-up's."""
-        results: dict[str, list[dict[str, Any]]] = {}
-        self.round(works[0], {})
-        for work in works[1:]:
-            self.round(work, results)
-        return results
+    found: dict[str, Contender] = {}
+    if transformers is not None:
+        found["transformers"] = partial(transformers_turn, transformers)
+    if vllm is not None:
+        found["vllm"] = vllm.converse
+    return {**found, "ours": our_turn}
 
 
-def report(figures: Figures, results: dict[str, list[Any]], vllm: Any, aims: dict[str, float]) -> None:
-    """Tokens a second and the ratios to the peers, and the same of the time to the first token, its median."""
-    seconds = {name: [turn["seconds"] for turn in turns] for name, turns in results.items()}
+def contest(sides: dict[str, Contender], works: list[Conversations]) -> dict[str, list[Result]]:
+    """All sides in turns, a round for each of `works`. The first warms all up and does not count."""
+    rounds = [{name: side(work) for name, side in sides.items()} for work in works][1:]
+    return {name: [results[name] for results in rounds] for name in sides}
+
+
+def report(figures: Figures, results: dict[str, list[Result]], vllm: Any, aims: dict[str, float]) -> None:
+    """Tokens a second and the time to the first token (its median), and the ratios to the peers."""
     tokens = results["ours"][0]["tokens"]
+    seconds = {name: [turn["seconds"] for turn in turns] for name, turns in results.items()}
     for name, taken in seconds.items():
         figures.note(**{f"{name}_tokens_per_second": round(tokens / statistics.median(taken), 1)})
-        if name != "ours":
+        if name not in ("ours", PRODUCTS):
             figures.times(name, taken, seconds["ours"], aim=aims.get(name))
-    with_first = {name: turns for name, turns in results.items() if name != "transformers"}
-    first = {name: [statistics.median(turn["first"]) for turn in turns] for name, turns in with_first.items()}
-    for name, waits in first.items():
-        figures.note(**{f"{name}_first_token_ms": round(statistics.median(waits) * 1e3, 1)})
+    servers = {name: turns for name, turns in results.items() if "first" in turns[0]}
+    waits = {name: [statistics.median(turn["first"]) for turn in turns] for name, turns in servers.items()}
+    for name, turns in servers.items():
+        figures.note(**{f"{name}_first_token_ms": round(statistics.median(waits[name]) * 1e3, 1)})
+        figures.note(**{f"{name}_cached_of_prompt": round(turns[-1]["cached"] / turns[-1]["prompt"], 3)})
     if vllm is None:
         figures.absent("vllm", NO_VLLM_ENGINE)
     else:
-        figures.times("vllm to the first token", first["vllm"], first["ours"])
+        figures.times("vllm to the first token", waits["vllm"], waits["ours"])
         figures.note(**{f"vllm_{name}": value for name, value in vllm.about.items()})
-    figures.note(torch=torch.__version__, threads=torch.get_num_threads(), rounds=len(seconds["ours"]))
+    figures.note(threads=torch.get_num_threads(), rounds=len(seconds["ours"]))
     figures.show()
 
 
-@pytest.mark.benchmark(group="generate: 32 sequences of 32 prompt tokens, bfloat16")
+@pytest.mark.benchmark(group="generate: 32 sequences of 32 prompt tokens, bfloat16; the time is of the whole contest")
 def test_generate(benchmark: BenchmarkFixture, vllm_engine: Any, transformers_model: Any) -> None:
-    contest = Contest(vllm_engine, transformers_model)
-    products = bare_products(contest.config, NUM_SEQS)
+    sides = {PRODUCTS: bare_products(NUM_SEQS), **contenders(vllm_engine, transformers_model)}
     works = [conversations(NUM_SEQS, PROMPT_TOKENS, NEW_TOKENS, seed=i) for i in range(ROUNDS + 1)]
-    bare: list[float] = []
-
-    def all_rounds() -> dict[str, list[Any]]:
-        products()
-        results = contest.rounds(works)
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            for _ in range(NEW_TOKENS):
-                products()
-            bare.append(time.perf_counter() - started)
-        return results
-
-    results = benchmark.pedantic(all_rounds, rounds=1)
+    results = benchmark.pedantic(contest, args=(sides, works), rounds=1)
     figures = Figures(benchmark)
-    figures.over("bare products", [turn["seconds"] for turn in results["ours"]], bare)
-    figures.note(bare_products_tokens_per_second=round(NUM_SEQS * NEW_TOKENS / statistics.median(bare), 1))
+    steps = {name: [turn["decode_step"] for turn in results[name]] for name in ("ours", PRODUCTS)}
+    figures.over(f"{PRODUCTS}, a decode step", steps["ours"], steps[PRODUCTS], aim=1.7)
+    figures.note(**{f"{name}_decode_step_ms": round(statistics.median(t) * 1e3, 1) for name, t in steps.items()})
     if not PEERS:
         figures.absent("transformers", NOT_ASKED_FOR)
     report(figures, results, vllm_engine, {"vllm": 2, "transformers": 1.6})
@@ -146,46 +141,40 @@ def test_generate(benchmark: BenchmarkFixture, vllm_engine: Any, transformers_mo
 @pytest.mark.benchmark(group="shared prefix: 32 requests of 512 shared and 32 own prompt tokens, bfloat16")
 def test_shared_prefix(benchmark: BenchmarkFixture, vllm_engine: Any) -> None:
     """All at once, and nobody has seen the prefix before: whoever runs first computes it."""
-    contest = Contest(vllm_engine)
     works = [conversations(NUM_SEQS, 32, NEW_TOKENS, shared=512, seed=100 + i) for i in range(ROUNDS + 1)]
-    results = benchmark.pedantic(contest.rounds, args=(works,), rounds=1)
-    figures = Figures(benchmark)
-    for name, turns in results.items():
-        figures.note(**{f"{name}_cached_of_prompt": round(turns[-1]["cached"] / turns[-1]["prompt"], 3)})
-    report(figures, results, vllm_engine, {"vllm": 2})
+    results = benchmark.pedantic(contest, args=(contenders(vllm_engine, None), works), rounds=1)
+    assert results["ours"][-1]["cached"] > results["ours"][-1]["prompt"] / 2
+    report(Figures(benchmark), results, vllm_engine, {"vllm": 2})
 
 
 @pytest.mark.benchmark(group="multi-turn: 8 conversations of 4 turns, 64 prompt tokens each, bfloat16")
 def test_multi_turn(benchmark: BenchmarkFixture, vllm_engine: Any) -> None:
     """Each turn's prompt is all that was said before, the answers among it, and 64 tokens more."""
-    contest = Contest(vllm_engine)
     works = [conversations(8, 64, NEW_TOKENS, turns=4, addition=64, seed=200 + i) for i in range(ROUNDS + 1)]
-    results = benchmark.pedantic(contest.rounds, args=(works,), rounds=1)
-    figures = Figures(benchmark)
-    for name, turns in results.items():
-        figures.note(**{f"{name}_cached_of_prompt": round(turns[-1]["cached"] / turns[-1]["prompt"], 3)})
+    results = benchmark.pedantic(contest, args=(contenders(vllm_engine, None), works), rounds=1)
     assert results["ours"][-1]["cached"] > results["ours"][-1]["prompt"] / 3
-    report(figures, results, vllm_engine, {})
+    report(Figures(benchmark), results, vllm_engine, {})
 
 
 @full_run
 @pytest.mark.benchmark(group="tokens a second against batch, 32 prompt tokens, bfloat16")
 def test_batches(benchmark: BenchmarkFixture, vllm_engine: Any, transformers_model: Any) -> None:
-    contest = Contest(vllm_engine, transformers_model)
+    sides = contenders(vllm_engine, transformers_model)
     figures = Figures(benchmark)
     rates: dict[str, dict[int, float]] = {}
 
     def all_batches() -> None:
         for batch in BATCHES:
             works = [conversations(batch, PROMPT_TOKENS, 32, seed=300 + 10 * batch + i) for i in range(ROUNDS + 1)]
-            seconds = {name: [t["seconds"] for t in turns] for name, turns in contest.rounds(works).items()}
+            results = contest({**sides, PRODUCTS: bare_products(batch)}, works)
+            seconds = {name: [turn["seconds"] for turn in turns] for name, turns in results.items()}
             for name, taken in seconds.items():
                 rates.setdefault(name, {})[batch] = batch * 32 / statistics.median(taken)
-                if name != "ours":
+                if name not in ("ours", PRODUCTS):
                     figures.times(f"{name}, batch of {batch}", taken, seconds["ours"])
 
     benchmark.pedantic(all_batches, rounds=1)
     for name, rate in rates.items():
         figures.curve("Tokens a second against batch", name, rate, x="sequences", y="tokens a second")
-    figures.note(threads=torch.get_num_threads())
+    figures.note(threads=torch.get_num_threads(), prompt_tokens=PROMPT_TOKENS, new_tokens=32)
     figures.show()
