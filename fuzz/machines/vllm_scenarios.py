@@ -71,6 +71,8 @@ def refused_by_name() -> None:
     assert "EAGLE with a sliding window" in refusal(UnsupportedFeature, lambda: settings_of(scheduler))
     scheduler.use_eagle_block_drop = False
     scheduler.kv_cache_config.prefix_cache_retention_interval = 0
+    assert settings_of(scheduler).window is not None
+    scheduler.kv_cache_config.prefix_cache_retention_interval = 16
     assert "sparse retention" in refusal(UnsupportedFeature, lambda: settings_of(scheduler))
 
 

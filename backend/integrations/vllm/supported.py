@@ -66,8 +66,9 @@ def settings_of(scheduler: Any) -> Settings:
         "prefix matches shorter than a block (prefix_match_unit)": scheduler.hash_block_size != scheduler.block_size,
         "several draft modules (num_prefill_lookahead above 1)": scheduler.num_prefill_lookahead > 1,
         "EAGLE with a sliding window": scheduler.use_eagle_block_drop and window is not None,
-        "sparse retention (prefix_cache_retention_interval)": window is not None
-        and scheduler.kv_cache_config.prefix_cache_retention_interval is not None,
+        # 0, vLLM's default, keeps what a prompt's next request may build on; ours keeps more, which serves as well.
+        "sparse retention (prefix_cache_retention_interval above 0)": window is not None
+        and bool(scheduler.kv_cache_config.prefix_cache_retention_interval),
     }
     for feature, asked in unsupported.items():
         if asked:
