@@ -133,7 +133,7 @@ HUNTS = tuple(
         ("released in flight", "flights"),
         ("parked for good", "flights"),
         ("retired out of order", "flights"),
-        ("bucket dropped with its first node", "prefixes", "Constant"),
+        ("the gap of a removed node is not closed", "prefixes", "Constant"),
         ("truncated tokens stay computed", "orphans"),
         ("own published tail is copied", "orphans"),
         ("copy order forgotten", "pins"),
