@@ -44,13 +44,13 @@ $(VENV)/flashinfer-%: | $(VENV)/.linked
 	$(PIP) install --constraint constraints.txt --no-deps --target $@.part flashinfer-python==$* apache-tvm-ffi nvidia-ml-py
 	@mv $@.part $@
 
-bench: dev ## benchmarks, each beside its peer in the same run
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds -s
+bench: dev ## benchmarks beside their peers, with a report
+	$(BIN)/kvproof bench --peers
 
 fuzz: dev ## look for failures for ten minutes
 	$(BIN)/kvproof fuzz all --time 10m --jobs 2 --corpus .fuzz-corpus
 
-mutants: dev ## mutation testing of the allocator (about an hour of one core)
+mutants: dev ## mutation testing of the allocator
 	$(BIN)/python -m kvproof.fuzz.mutants --jobs 2 --report docs/mutants.md
 
 spec: dev ## check the specification, and that the code is what it specifies (two minutes; needs Java)

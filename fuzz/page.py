@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from html import escape
 from typing import Any
 
 from kvproof.fuzz import plots
+from kvproof.fuzz.html import details, heading, note, page, table
 from kvproof.fuzz.report import Report, coverage_note, share
-
-STYLE = """
-body { font: 15px/1.5 sans-serif; max-width: 760px; margin: 2em auto; padding: 0 1em; color: #222 }
-svg { font: 12px sans-serif; max-width: 100%; height: auto }
-table { border-collapse: collapse; font-size: 14px } td, th { padding: 2px 12px 2px 0; text-align: right }
-td:first-child, th:first-child { text-align: left } pre { background: #f4f4f4; padding: 8px; overflow-x: auto }
-.failed { color: #b00020 } .note { color: #666 }
-"""
 
 
 def page_of(report: Report) -> str:
     """The whole page."""
-    body = "\n".join(_sections(report))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>kvproof fuzz</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    return page("kvproof fuzz", _sections(report))
 
 
 def _sections(report: Report) -> Iterator[str]:
     found, environment = report["found"], report["environment"]
     failures = found["failures"]
     verdict = f"{len(failures)} failure{'s' * (len(failures) != 1)}" if failures else "no failure"
-    yield f'<h1 class="{"failed" if failures else ""}">kvproof fuzz: {verdict}</h1>'
+    yield heading(f"kvproof fuzz: {verdict}", failed=bool(failures))
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
     yield f"<p><code>{escape(report['command'])}</code>, {report['timing']['seconds']} s</p>"
-    yield _note(f"Python {environment['python']}, {packages}, {environment['platform']}")
+    yield note(f"Python {environment['python']}, {packages}, {environment['platform']}")
     for failure in failures:
         yield f'<h2 class="failed">{escape(failure["found_by"])}</h2>'
         yield f"<p>{escape(failure['error'])}</p><pre>{escape(chr(10).join(failure['steps']))}</pre>"
@@ -50,7 +39,7 @@ def _explorer(scopes: list[dict[str, Any]]) -> Iterator[str]:
     yield "<h2>Explorer: states reached at each scope</h2>"
     yield plots.bars([(row["scope"], row["states"], row["known_states"]) for row in scopes])
     complete = sum(row["complete"] for row in scopes)
-    yield _note(
+    yield note(
         f"{complete} of {len(scopes)} scopes visited in full: every reachable state, every invariant in each, and the "
         "same number of states and transitions as the design that the model checker has checked."
     )
@@ -59,7 +48,7 @@ def _explorer(scopes: list[dict[str, Any]]) -> Iterator[str]:
 def _machines(report: Report) -> Iterator[str]:
     machines, timing = report["found"]["machines"], report["timing"]["machines"]
     yield "<h2>Machines: random examples</h2>"
-    yield _table(
+    yield table(
         ("machine", "examples", "invalid", "rules fired", "invariants checked", "distinct states", "per second"),
         [
             (
@@ -72,7 +61,7 @@ def _machines(report: Report) -> Iterator[str]:
     )  # fmt: skip
     yield "<h3>Distinct abstract states over examples</h3>"
     yield plots.lines({row["machine"]: row["growth"] for row in machines}, "examples", "states")
-    yield _note("A curve that has gone flat says that more of the same will not find much more.")
+    yield note("A curve that has gone flat says that more of the same will not find much more.")
     for row in machines:
         yield f"<h3>{escape(row['machine'])}</h3><p>Rules fired</p>{plots.counts(row['rules'])}"
         if row["invariants"]:
@@ -81,7 +70,7 @@ def _machines(report: Report) -> Iterator[str]:
             yield f"<p>Examples in which it happened</p>{plots.counts(row['events'])}"
         if slowest := timing[row["machine"]]["slowest"]:
             text = "\n".join(slowest[0]["steps"])
-            yield _details(f"slowest example, {slowest[0]['seconds']} s", text)
+            yield details(f"slowest example, {slowest[0]['seconds']} s", text)
 
 
 def _coverage(report: Report) -> Iterator[str]:
@@ -94,20 +83,5 @@ def _coverage(report: Report) -> Iterator[str]:
         )
         yield plots.bars([(name, f["covered_branches"], f["branches"]) for name, f in coverage["files"].items()])
         missing = "\n".join(f"{name}: {', '.join(map(str, at))}" for name, at in coverage["missing_lines"].items())
-        yield _details("lines not reached", missing)
-    yield _note(coverage_note(report))
-
-
-def _details(summary: str, text: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>"
-
-
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
-
-
-def _table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    def row(cells: Iterable[object], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
+        yield details("lines not reached", missing)
+    yield note(coverage_note(report))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-"""Okabe and Ito: safe for colour-blind eyes."""
+from kvproof.fuzz.svg import COLOURS, WIDTH, drawing, text
 
-WIDTH = 720
 ROW = 22
 LABELS = 230  # the width of the labels beside the bars
 
@@ -20,11 +17,11 @@ def bars(rows: Sequence[tuple[str, int, int]]) -> str:
     for i, (label, part, whole) in enumerate(rows):
         y = i * ROW
         length = room * part / whole if whole else 0
-        drawn.append(_text(LABELS - 8, y + 15, label, "end"))
+        drawn.append(text(LABELS - 8, y + 15, label, "end"))
         drawn.append(f'<rect x="{LABELS}" y="{y + 4}" width="{room}" height="14" fill="#eeeeee"/>')
         drawn.append(f'<rect x="{LABELS}" y="{y + 4}" width="{length:.1f}" height="14" fill="{COLOURS[0]}"/>')
-        drawn.append(_text(LABELS + room + 8, y + 15, f"{part:,} of {whole:,}"))
-    return _svg(drawn, len(rows) * ROW)
+        drawn.append(text(LABELS + room + 8, y + 15, f"{part:,} of {whole:,}"))
+    return drawing(drawn, len(rows) * ROW)
 
 
 def counts(rows: Mapping[str, int]) -> str:
@@ -34,10 +31,10 @@ def counts(rows: Mapping[str, int]) -> str:
     for i, (label, count) in enumerate(rows.items()):
         y = i * ROW
         length = room * count / largest
-        drawn.append(_text(LABELS - 8, y + 15, label, "end"))
+        drawn.append(text(LABELS - 8, y + 15, label, "end"))
         drawn.append(f'<rect x="{LABELS}" y="{y + 4}" width="{length:.1f}" height="14" fill="{COLOURS[2]}"/>')
-        drawn.append(_text(LABELS + length + 8, y + 15, f"{count:,}"))
-    return _svg(drawn, len(rows) * ROW)
+        drawn.append(text(LABELS + length + 8, y + 15, f"{count:,}"))
+    return drawing(drawn, len(rows) * ROW)
 
 
 def lines(curves: Mapping[str, Sequence[tuple[int, int]]], x_label: str, y_label: str) -> str:
@@ -50,8 +47,8 @@ def lines(curves: Mapping[str, Sequence[tuple[int, int]]], x_label: str, y_label
     for quarter in range(5):
         x, y = left + (right - left) * quarter / 4, bottom - (bottom - top) * quarter / 4
         drawn.append(f'<path d="M{left} {y:.1f}H{right}" stroke="#dddddd"/>')
-        drawn.append(_text(left - 8, y + 4, f"{most * quarter // 4:,}", "end"))
-        drawn.append(_text(x, bottom + 18, f"{last * quarter // 4:,}", "middle"))
+        drawn.append(text(left - 8, y + 4, f"{most * quarter // 4:,}", "end"))
+        drawn.append(text(x, bottom + 18, f"{last * quarter // 4:,}", "middle"))
     for i, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[i % len(COLOURS)]
         points = [(0, 0), *curve]
@@ -60,15 +57,7 @@ def lines(curves: Mapping[str, Sequence[tuple[int, int]]], x_label: str, y_label
         )
         drawn.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
         drawn.append(f'<path d="M{left + 110 * i} 16h20" stroke="{colour}" stroke-width="2"/>')
-        drawn.append(_text(left + 26 + 110 * i, 20, name))
-    drawn.append(_text((left + right) / 2, height - 8, x_label, "middle"))
-    drawn.append(_text(4, top - 8, y_label))
-    return _svg(drawn, height)
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _svg(drawn: list[str], height: int) -> str:
-    return "\n".join([f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">', *drawn, "</svg>"])
+        drawn.append(text(left + 26 + 110 * i, 20, name))
+    drawn.append(text((left + right) / 2, height - 8, x_label, "middle"))
+    drawn.append(text(4, top - 8, y_label))
+    return drawing(drawn, height)
