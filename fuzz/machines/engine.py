@@ -183,7 +183,7 @@ def _begin(name: str, old: str, new: str, why: str) -> Fault:
     return Fault(name, EngineBackend, "begin", old, new, why)
 
 
-PLAN = "self.attention.plan(plan)"
+PLAN = "backend.plan(plan)"
 
 REFUSED_PLANS = (
     _begin("slots one too high", PLAN, f"plan.slot_mapping.add_(1); {PLAN}", "slot_mapping, off by one"),
@@ -201,7 +201,7 @@ ENGINE_FAULTS = (
         "first block one on",
         PLAN,
         "on = chunks[0].seq.num_computed >= self.spec.block_size\n"
-        f"    plan.kv_indices[0].add_(on).remainder_(self.spec.num_blocks); {PLAN}",
+        f"        plan.kv_indices[0].add_(on).remainder_(self.spec.num_blocks); {PLAN}",
         "a wrong block in kv_indices: where nobody writes it, no rule of the plan can know",
     ),
     _begin(
