@@ -10,9 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvproof.allocator import KvproofError
 from kvproof.cli.bench_compare import THRESHOLD, baseline_of, compare, read_baseline
-from kvproof.cli.common import on_terminal
+from kvproof.cli.common import on_terminal, write_report
 
 if TYPE_CHECKING:
     from kvproof.cli.bench_report import Report
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if before is not None:
         comparison = compare(report.ratios, before, baseline=str(args.compare), threshold=args.threshold)
         report = report_of(command, measured, comparison)
-    _write(
+    write_report(
         args.report,
         {
             "ratios.json": json.dumps(baseline_of(report.ratios, quick=args.quick), indent=1) + "\n",
@@ -107,7 +106,7 @@ def _measure(folder: Path, args: argparse.Namespace) -> Run:
     from kvproof.cli.bench_run import measure
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    _write(args.report, {})
+    write_report(args.report, {})
     with Progress(*columns, **on_terminal()) as bar:
         task = bar.add_task("collecting", total=None)
 
@@ -120,15 +119,6 @@ def _measure(folder: Path, args: argparse.Namespace) -> Run:
                 bar.advance(task)
 
         return measure(folder, args.report, quick=args.quick, peers=args.peers, on_event=on_event)
-
-
-def _write(folder: Path, files: dict[str, str]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KvproofError(f"can't write the report: {error}") from None
 
 
 def _as_json(report: Report) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""What several commands share: an argument type, and when a progress bar shows."""
+"""What several commands share: an argument type, when a progress bar shows, and how a report is written."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
+
+from kvproof.allocator import KvproofError
 
 
 def count(text: str) -> int:
@@ -23,3 +26,13 @@ def on_terminal() -> dict[str, Any]:
 
     console = Console(stderr=True)
     return {"console": console, "transient": True, "disable": not console.is_interactive}
+
+
+def write_report(folder: Path, files: dict[str, str]) -> None:
+    """Texts by the names of their files in `folder`, which is made if it is not there. Raises `KvproofError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvproofError(f"can't write the report: {error}") from None

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvproof.allocator import InvalidArgument, KvproofError
-from kvproof.cli.common import count, on_terminal
+from kvproof.allocator import InvalidArgument
+from kvproof.cli.common import count, on_terminal, write_report
 from kvproof.fuzz.targets import EXPLORED, FOREIGN, MACHINES, TARGETS
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _campaign(args: argparse.Namespace) -> int:
     with _Line(plan) as line:
         result = Campaign(plan, line.show).run()
     report = report_of(plan, result, failures_of(plan, result, args.report / "regressions", command), command)
-    _write(args.report, {"report.json": json.dumps(report, indent=1) + "\n", "index.html": page_of(report)})
+    write_report(args.report, {"report.json": json.dumps(report, indent=1) + "\n", "index.html": page_of(report)})
     if args.json:
         print(json.dumps(report, indent=1))
     else:
@@ -206,7 +206,7 @@ def _rates(args: argparse.Namespace) -> int:
     found = rates(faults, seeds=args.seeds, examples=examples, jobs=args.jobs, engine=args.engine)
     rated = list(_shown(found, len(faults)))
     page = page_of(rated, examples)
-    _write(args.report, {"detection.md": page})
+    write_report(args.report, {"detection.md": page})
     print(json.dumps([rate.as_json() for rate in rated], indent=1) if args.json else page)
     return 0 if all(rate.suffices for rate in rated) else 1
 
@@ -227,15 +227,6 @@ def _shown(finds: Iterator[Any], total: int) -> Iterator[Any]:
         for find in finds:
             bar.update(task, advance=1, description=find.fault)
             yield find
-
-
-def _write(folder: Path, files: dict[str, str]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KvproofError(f"can't write the report: {error}") from None
 
 
 def _attention(args: argparse.Namespace) -> int:
