@@ -25,6 +25,13 @@ from kvproof.fuzz.regression import failures_of
 from kvproof.fuzz.report import report_of
 
 POOL = Plan(machines=("pool",), examples=120, seed=5)
+RELEASED_AT_ZERO = [
+    "state = PoolMachine()",
+    "state.start(num_blocks=1, num_reserved=0, policy='lru')",
+    "state.release(block=0)",
+    "state.teardown()",
+]
+"""The shortest example that shows the fault "block released at zero"."""
 
 
 def report(plan: Plan) -> Any:
@@ -69,12 +76,7 @@ def test_a_planted_fault_is_shrunk_and_stops_its_machine(broken: tuple[Plan, Res
     (machine,) = result.machines
     assert result.failed
     assert machine.error == "AssertionError: release(0,) was accepted"
-    assert [line for line in machine.program if "agrees" not in line] == [
-        "state = PoolMachine()",
-        "state.start(num_blocks=1, num_reserved=0, policy='lru')",
-        "state.release(block=0)",
-        "state.teardown()",
-    ]
+    assert [line for line in machine.program if "agrees" not in line] == RELEASED_AT_ZERO
     assert machine.examples < 1000
 
 
@@ -282,12 +284,7 @@ def test_atheris_finds_a_fault_which_is_shrunk_and_kept_like_any_other(tmp_path:
     result = Campaign(plan).run()
     (machine,) = result.machines
     assert machine.error == "AssertionError: release(0,) was accepted"
-    assert [line for line in machine.program if "agrees" not in line] == [
-        "state = PoolMachine()",
-        "state.start(num_blocks=1, num_reserved=0, policy='lru')",
-        "state.release(block=0)",
-        "state.teardown()",
-    ]
+    assert [line for line in machine.program if "agrees" not in line] == RELEASED_AT_ZERO
     assert len(list((tmp_path / "pool/inputs").iterdir())) > 10  # what reached something new
     again = Campaign(replace(plan, engine="hypothesis", examples=10)).run().machines[0]
     assert (again.rounds, again.error) == (1, machine.error)
