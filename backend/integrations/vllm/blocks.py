@@ -20,6 +20,11 @@ class EngineBlocks(BlockManager):
         self._own(seq)
         return self._hits(seq)
 
+    def identity(self, block: int) -> bytes | None:
+        """What the events call `block`'s content; None if it is not findable. For a manager that keeps events."""
+        node, events = self.content(block), self._prefixes.events
+        return None if node is None or events is None else events.identity(node)
+
     def admit_after(self, seq: Sequence, num_hits: int, num_tokens: int) -> bool:
         """Admit on the first `num_hits` blocks of the findable prefix, with slots for at most `num_tokens` after it."""
         self._limit = num_hits

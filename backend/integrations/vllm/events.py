@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from kvproof.allocator import AllBlocksCleared, BlockManager, BlockStored, Sequence
-from kvproof.allocator.events import Event, block_identity, root_identity
+from kvproof.allocator import AllBlocksCleared, BlockStored, Sequence
+from kvproof.allocator.events import Event
 from kvproof.backend.integrations.vllm import seam
+from kvproof.backend.integrations.vllm.blocks import EngineBlocks
 from kvproof.backend.integrations.vllm.seam import KVCacheEvent, Request
 
 MEDIUM = "GPU"
@@ -32,9 +33,9 @@ class EventTranslator:
     copy. So a consumer that counts copies sees one here.
     """
 
-    def __init__(self, manager: BlockManager, kind: str, sliding_window: int | None) -> None:
-        self._manager = manager
-        self._block_size = manager.block_size
+    def __init__(self, blocks: EngineBlocks, kind: str, sliding_window: int | None) -> None:
+        self._blocks = blocks
+        self._block_size = blocks.block_size
         self._kind = kind
         self._sliding_window = sliding_window
         self._origins: dict[bytes, _Origin] = {}
@@ -42,21 +43,21 @@ class EventTranslator:
 
     def catch_up(self) -> None:
         """To be called before more is published: what is gone by now may come again with another origin."""
-        self._events += map(self._translated, self._manager.take_events())
+        self._events += map(self._translated, self._blocks.take_events())
 
     def published(self, request: Request, seq: Sequence, first: int) -> None:
         """The sequence's computed blocks from `first` on have been published, as this request's."""
         stop = seq.num_computed // self._block_size
-        identities = self._identities(seq, stop)
         lora = request.lora_request
         media = 0
         for i in range(first, stop):
             extra_keys, media = seam.generate_block_hash_extra_keys(
                 request, i * self._block_size, (i + 1) * self._block_size, media
             )
-            if self._manager.content(seq.block_table[i]) is not None:
+            identity = self._blocks.identity(seq.block_table[i])
+            if identity is not None:
                 self._origins.setdefault(
-                    identities[i],
+                    identity,
                     _Origin(
                         seam.maybe_convert_block_hash(request.block_hashes[i]),
                         extra_keys,
@@ -66,12 +67,13 @@ class EventTranslator:
                     ),
                 )
 
-    def reused(self, request: Request, seq: Sequence, num_blocks: int) -> None:
-        """The request found so many blocks, and wants that told."""
-        if num_blocks:
+    def reused(self, request: Request, seq: Sequence, hits: list[int]) -> None:
+        """The request found these blocks, and wants that told."""
+        if hits:
             self.catch_up()
-            tokens = seq.tokens(0, num_blocks * self._block_size).tolist()
-            self._events.append(self._stored(self._identities(seq, num_blocks), None, tokens, request.session_id))
+            tokens = seq.tokens(0, len(hits) * self._block_size).tolist()
+            identities = cast("list[bytes]", [self._blocks.identity(block) for block in hits])  # hits are findable
+            self._events.append(self._stored(identities, None, tokens, request.session_id))
 
     def take(self) -> list[KVCacheEvent]:
         """All since the last call, in order."""
@@ -107,11 +109,3 @@ class EventTranslator:
             kv_cache_spec_sliding_window=self._sliding_window,
             session_id=session_id,
         )
-
-    def _identities(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """What the allocator's events call the sequence's first blocks."""
-        identities, parent = [], root_identity(seq.namespace, self._block_size)
-        for i in range(num_blocks):
-            parent = block_identity(parent, seq.key(i, self._block_size))
-            identities.append(parent)
-        return identities

@@ -95,7 +95,7 @@ class KVCacheManager:
         if self._settings.drop_last_hit:
             hits = hits[:-1]
         if self._events is not None and getattr(request, "kv_cache_report_mode", None) == "full":
-            self._events.reused(request, seq, len(hits))
+            self._events.reused(request, seq, hits)
         return Blocks(hits), len(hits) * self._block_size, 0
 
     def allocate_slots(
