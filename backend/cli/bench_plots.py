@@ -7,25 +7,21 @@ from collections.abc import Sequence
 from textwrap import shorten
 
 from kvproof.cli.bench_figures import Curve, Ratio, named
-from kvproof.fuzz.svg import COLOURS, WIDTH, drawing, text
+from kvproof.fuzz.svg import COLOURS, WIDTH, curve, drawing, labelled, logarithmic, text
 
 LEFT, RIGHT, TOP = 80, WIDTH - 20, 20
 PLOT = 240  # the height of the plotting area
 ROW = 22  # of a bar, and of a line in the legend
 LABELS = 400  # the width of the labels beside the bars, which has room for so many letters
 LETTERS = 62
-TICK = 64  # the width of a label under the horizontal axis
 
 
 def curves(drawn: Sequence[Curve]) -> str:
     """Lines of one chart. The horizontal axis is logarithmic, from 1 up; the vertical one begins at 0."""
-    xs = sorted({x for curve in drawn for x, _ in curve.points})
-    low, high = math.log(xs[0]), math.log(xs[-1])
-    most = max(y for curve in drawn for _, y in curve.points) or 1.0
+    xs = sorted({x for one in drawn for x, _ in one.points})
+    across = logarithmic(xs, LEFT, RIGHT)
+    most = max(y for one in drawn for _, y in one.points) or 1.0
     bottom = TOP + PLOT
-
-    def across(x: int) -> float:
-        return LEFT + (RIGHT - LEFT) * ((math.log(x) - low) / (high - low) if high > low else 0.5)
 
     def up(y: float) -> float:
         return bottom - PLOT * y / most
@@ -35,21 +31,15 @@ def curves(drawn: Sequence[Curve]) -> str:
         y = up(most * quarter / 4)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#dddddd"/>')
         parts.append(text(LEFT - 8, y + 4, f"{most * quarter / 4:.3g}", "end"))
-    last = -math.inf
-    for x in xs:
-        if across(x) - last >= TICK:
-            last = across(x)
-            parts.append(text(last, bottom + 18, f"{x:,}", "middle"))
-    for i, curve in enumerate(drawn):
+    parts += [text(place, bottom + 18, f"{x:,}", "middle") for x, place in labelled(xs, across)]
+    for i, one in enumerate(drawn):
         colour = COLOURS[i % len(COLOURS)]
-        places = [(across(x), up(y)) for x, y in sorted(curve.points)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        places = [(across(x), up(y)) for x, y in sorted(one.points)]
         dashes = ' stroke-dasharray="6 3"' if i >= len(COLOURS) else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+        parts += curve(places, colour, radius=3, dashes=dashes)
         y = bottom + 62 + ROW * i
         parts.append(f'<path d="M{LEFT} {y - 4}h20" stroke="{colour}" stroke-width="2"{dashes}/>')
-        parts.append(text(LEFT + 26, y, curve.line))
+        parts.append(text(LEFT + 26, y, one.line))
     parts.append(f'<path d="M{LEFT} {TOP}V{bottom}H{RIGHT}" fill="none" stroke="black"/>')
     return drawing(parts, bottom + 56 + ROW * len(drawn))
 
