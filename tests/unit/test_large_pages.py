@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
@@ -37,8 +38,15 @@ def test_a_cache_lies_in_large_pages_and_is_zeroed() -> None:
     cache = TorchAttention(spec).cache
     assert "hg" in flags_of(cache.data_ptr() + cache.numel() * 2)
     assert not cache.any()
-    plain = torch.empty_like(cache)
-    assert "hg" not in flags_of(plain.data_ptr() + cache.numel() * 2)
+
+
+def test_large_pages_are_asked_for_where_nobody_has_yet() -> None:
+    """A mapping of its own: memory that malloc hands out again keeps the advice of whoever had it before."""
+    tensor = torch.frombuffer(mmap.mmap(-1, 1 << 24), dtype=torch.uint8)
+    inside = tensor.data_ptr() + tensor.numel() // 2
+    assert "hg" not in flags_of(inside)
+    ask_for_large_pages(tensor)
+    assert "hg" in flags_of(inside)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 3 * 4096 + 5])
