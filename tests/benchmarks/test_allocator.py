@@ -21,13 +21,9 @@ A peer that is absent is named in the output, and the rest is measured without i
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +31,7 @@ import pytest
 import workload
 from mode import NO_VLLM, NOT_ASKED_FOR, PEERS, QUICK, TRACES, VLLM_PYTHON, full_run
 from peers import nano_vllm, ours
+from peers.vllm_process import VllmProcess
 from pytest_benchmark.fixture import BenchmarkFixture
 from xxhash import xxh3_64_intdigest
 
@@ -42,7 +39,6 @@ from kvproof.allocator import BlockManager
 from kvproof.allocator.hashing import SHARED, xxh3_chained
 from kvproof.cli.bench_figures import Figures
 
-HERE = Path(__file__).resolve().parent
 CONVERSATION = TRACES / "mooncake" / "conversation_trace.jsonl"
 CONVERSATION_HITS = 111_104
 """Tokens that the first 200 requests find in 100,000 blocks under LRU; vLLM finds the same, request by request."""
@@ -64,36 +60,17 @@ class Stopwatch:
 CLOCK = Stopwatch()
 
 
-class Vllm:
+class Vllm(VllmProcess):
     """vLLM in its own interpreter, idle except while it does a job."""
 
     name = "vllm"
 
     def __init__(self, python: str) -> None:
-        self.process = subprocess.Popen(
-            [python, str(HERE / "peers" / "vllm_kv.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE), "VLLM_LOGGING_LEVEL": "ERROR"},
-        )
-        self.version = self._answer()
+        super().__init__(python, "vllm_kv.py")
+        self.version = self.about
 
     def do(self, job: str, work: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"job": job, "workload": work}) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        self.process.kill()  # it has nothing to save, and vLLM takes seconds to leave
-        self.process.communicate()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"vLLM's process ended with {self.process.wait()}; its message is on standard error"
-        return json.loads(line)
+        return self.converse({"job": job, "workload": work})
 
 
 class NanoVllm:
