@@ -83,6 +83,25 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.requests: list[tuple[Request, tuple[int, ...]]] = []
         self.prompts: list[tuple[int, ...]] = [(1, 2)]
+        self.schedule = self.engine.scheduler.schedule
+        self.engine.scheduler.schedule = self.checked_schedule  # type: ignore[method-assign]
+
+    def checked_schedule(self) -> list[tuple[Request, int]]:
+        """What the scheduler says: nobody admitted now begins with a block that one before it fills in this step."""
+        running = {id(request) for request in self.engine.scheduler.running}
+        work, manager = self.schedule(), self.engine.manager
+        prefills = sorted((item for item in work if item[1] > 1), key=lambda item: item[0].key)
+        for i, (request, _) in enumerate(prefills if manager.prefix_caching else ()):
+            end = request.seq.num_computed + manager.block_size  # a hit is of whole blocks
+            if id(request) in running or end >= len(request.seq):
+                continue
+            for first, n in prefills[:i]:
+                computed = first.seq.num_computed
+                fills = computed < end <= computed + n
+                assert not fills or first.seq.tokens(0, end) != request.seq.tokens(0, end), (
+                    f"requests {first.request_id} and {request.request_id} compute the same block in one step"
+                )
+        return work
 
     @rule(
         base=st.integers(0, 7),
@@ -230,6 +249,14 @@ ENGINE_FAULTS = (
         "self.manager.release(request.seq)",
         "pass",
         "an aborted or preempted request keeps what it held",
+    ),
+    Fault(
+        "a burst computes its prefix many times",
+        Scheduler,
+        "_admissions",
+        "request.key) < request.key",
+        "request.key) != request.key and False",
+        "no request waits for the block that another one computes",
     ),
 )
 """Faults of the engine's own that change tokens or leak blocks."""

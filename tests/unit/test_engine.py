@@ -67,6 +67,74 @@ def test_prefill_is_chunked_to_the_token_budget() -> None:
     assert computed == [3, 6, 9, 10]  # one token of each step's four decodes the first request
 
 
+PREFIX = [1, 2, 3, 4, 5, 6]  # three blocks
+
+
+def test_a_burst_of_requests_computes_its_prefix_once() -> None:
+    it = engine(max_num_seqs=4, max_num_batched_tokens=64)
+    requests = [it.add([*PREFIX, i], params(2)) for i in range(3)]
+    assert it.step() == requests[:1]
+    assert it.step() == requests
+    assert [request.num_cached_tokens for request in requests] == [0, 6, 6]
+    finish(it)
+    for i, request in enumerate(requests):
+        assert request.output_token_ids == alone_on(ENDLESS, [*PREFIX, i], 2)
+
+
+def test_who_shares_nothing_goes_before_those_that_wait_for_a_prefix() -> None:
+    it = engine(max_num_seqs=4, max_num_batched_tokens=64)
+    first, second, other = (it.add(prompt, params(2)) for prompt in ([*PREFIX, 7], [*PREFIX, 8], [9, 9, 9]))
+    assert it.step() == [first, other]
+    assert second in it.step()
+
+
+def test_nobody_takes_the_seat_of_one_that_waits_for_a_prefix() -> None:
+    it = engine(max_num_seqs=2, max_num_batched_tokens=64)
+    first, second, other = (it.add(prompt, params(2)) for prompt in ([*PREFIX, 7], [*PREFIX, 8], [9, 9, 9]))
+    assert it.step() == [first]
+    assert it.step() == [first, second]
+    finish(it)
+    assert other.num_output_tokens == 2
+
+
+def test_a_prefix_that_is_computed_by_the_chunk_is_found_by_the_chunk() -> None:
+    """Ten tokens at four a step. The second request goes on where the first is, rather than starting beside it."""
+    it = engine(max_num_seqs=2, max_num_batched_tokens=4)
+    first, second = (it.add([*PREFIX, 7, 8, 9, i], params(2)) for i in range(2))
+    it.step()
+    it.step()
+    assert (first.seq.num_computed, second.seq.num_computed) == (8, 0)
+    it.step()
+    assert (first.seq.num_computed, second.seq.num_computed, second.num_cached_tokens) == (10, 10, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({"prefix_caching": False}, 7),  # there will be nothing to find
+        ({}, 6),  # its last block: one token at least is computed, so the block is no hit
+        ({"block_size": 16}, 7),  # fills no block
+    ],
+)
+def test_nobody_waits_for_a_block_that_it_could_not_find(options: dict[str, object], length: int) -> None:
+    prompts = [[*PREFIX, 7][:length], [*PREFIX, 7][:length]]
+    if length == 6:
+        prompts = [[1, 2], [1, 2]]
+    it = engine(max_num_seqs=2, max_num_batched_tokens=64, **options)
+    requests = [it.add(prompt, params(2)) for prompt in prompts]
+    assert it.step() == requests
+
+
+def test_nobody_waits_for_one_that_comes_after_it() -> None:
+    """It could be preempted for those before it, and wait in turn."""
+    it = engine(max_num_seqs=2, max_num_batched_tokens=4)
+    late = it.add([*PREFIX, 7], params(2), priority=1)
+    it.step()
+    urgent = it.add([*PREFIX, 8], params(2), priority=-1)
+    it.step()
+    assert (late.seq.num_computed, urgent.num_cached_tokens) == (7, 4)
+
+
 def test_decodes_are_not_held_up_by_an_older_prompt() -> None:
     it = engine(max_num_seqs=2, max_num_batched_tokens=2)
     old = it.add(list(range(12)), params(1), priority=-1)
