@@ -60,7 +60,7 @@ spec-full: dev ## the same at every scope, with every hash, every planted fault 
 	$(BIN)/python -m kvproof.fuzz.spec --full
 
 docs: dev ## the documentation as a site that needs no network, in build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: dev ## style
 	$(BIN)/ruff check .
