@@ -23,13 +23,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0 done, 1 failed or refused, 2 unusable options, 130 interrupted."""
+def command_line() -> Parser:
+    """The parser of all commands, which runs none of them."""
     parser = Parser(prog="kvproof", description="A paged KV-cache engine backend with a verified block allocator.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (generate, backends, replay, fuzz, bench):
         command.add_parser(commands)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code: 0 done, 1 failed or refused, 2 unusable options, 130 interrupted."""
+    args = command_line().parse_args(argv)
     try:
         code: int = args.run(args)
         return code

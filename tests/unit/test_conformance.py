@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -410,31 +406,3 @@ def test_a_wrong_runner_is_noticed() -> None:
     batch, asked = "logits do not depend on the batch", "logits are those that were asked for"
     assert failed(check_model_runner(CountsFromZero(), examples=50, shrink=False)) == {batch}
     assert failed(check_model_runner(Talkative(), examples=50, shrink=False)) == {batch, asked}
-
-
-# ---- the documentation
-
-GUIDE = Path(__file__).parents[2] / "docs" / "conformance.md"
-
-
-def test_the_guides_test_file_passes_and_its_other_examples_run(tmp_path: Path) -> None:
-    test_file, *others = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    (tmp_path / "test_mine.py").write_text(test_file)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-        str(tmp_path),
-    ]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=one_thread, timeout=120, check=False)
-    assert "14 passed" in done.stdout, done.stdout
-    scope: dict[str, Any] = {}
-    for example in others:
-        exec(example, scope)
-    assert scope["report"].passed
