@@ -11,7 +11,7 @@ PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/i
 ALLOCATOR_TESTS := $(patsubst %,tests/unit/test_%.py,audit batch compat compat_machine events exception_safety field_failures \
 	index manager manager_machine policy pool sequence shared_blocks snapshot stats)
 
-.PHONY: help demo test test-pure test-flashinfer bench fuzz mutants spec spec-full lint types fmt dev clean
+.PHONY: help demo test test-pure test-flashinfer bench fuzz mutants spec spec-full docs lint types fmt dev clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,9 @@ spec: dev ## check the specification, and that the code is what it specifies (tw
 
 spec-full: dev ## the same at every scope, with every hash, every planted fault and sets of states (half an hour)
 	$(BIN)/python -m kvproof.fuzz.spec --full
+
+docs: dev ## the documentation as a site that needs no network, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: dev ## style
 	$(BIN)/ruff check .
