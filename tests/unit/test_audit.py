@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvproof.allocator import BlockManager, InvariantViolation, Namespace, Node, Sequence
+from kvproof.allocator import BlockManager, DecodeBatch, InvariantViolation, Namespace, Node, Sequence
 from kvproof.allocator.index import _BLOCK, _CHILD, _PARENT, NONE
 
 
@@ -131,6 +131,26 @@ def rewritten_tokens(manager: BlockManager, seq: Sequence) -> None:
     seq._tokens[2] = 9
 
 
+def decoding(manager: BlockManager, seq: Sequence) -> DecodeBatch:
+    seq.append(6)
+    batch = manager.decode_batch(1)
+    assert batch.add(seq)
+    manager.check()
+    return batch
+
+
+def another_in_its_row(manager: BlockManager, seq: Sequence) -> None:
+    decoding(manager, seq)._rows[0] = manager.sequence([1])
+
+
+def never_due(manager: BlockManager, seq: Sequence) -> None:
+    decoding(manager, seq)._due.clear()
+
+
+def stale_row(manager: BlockManager, seq: Sequence) -> None:
+    decoding(manager, seq)._tables[2] = 5
+
+
 @pytest.mark.parametrize(
     ("damage", "invariant"),
     [
@@ -155,6 +175,9 @@ def rewritten_tokens(manager: BlockManager, seq: Sequence) -> None:
         (other_namespace, "I9"),
         (swapped_table, "I3"),
         (rewritten_tokens, "I3"),
+        (another_in_its_row, "I7"),
+        (never_due, "I7"),
+        (stale_row, "I7"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
