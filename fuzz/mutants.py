@@ -50,7 +50,7 @@ MACHINE = {"pool": "pool", "policy": "pool", "index": "index", "compat": "compat
 EXAMPLES = 100
 SCOPES = ("orphans", "pins")
 STAGES = ("unit tests", "machine", "explorer", "compiled loops")
-TEST_SECONDS, STAGE_SECONDS = 5, 30
+TEST_SECONDS, STAGE_SECONDS = 10, 30
 MEMORY = 4 << 30
 """Limits of a single test, of a whole stage and of the process: a mutant that takes more counts as killed."""
 

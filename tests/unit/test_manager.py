@@ -443,6 +443,26 @@ def test_a_copy_that_was_written_over_leaves_its_child_to_an_older_parent() -> N
     manager.check()
 
 
+def test_a_block_is_published_after_one_that_its_window_has_left() -> None:
+    """What was left is findable as long as it is cached."""
+    manager = BlockManager(8, 2, window=1)
+    seq = manager.sequence(range(7))
+    manager.admit(seq)
+    for _ in range(3):
+        manager.commit(seq, 2)
+    assert list(seq.block_table)[:3] == [0, 0, 0]
+    assert manager.match(manager.sequence(range(7))) == 6
+    manager.check()
+
+
+def test_identities_last_as_long_as_there_are_any() -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 8, 4)
+    manager.index._last_number = 2**35 - 4
+    manager.commit(seq, 4)
+    assert manager.stats().published == 4
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_when_identities_have_run_out_nothing_more_is_published(batched: bool) -> None:
     """An identity is never used again while anything is findable: a server runs on, and finds what it has."""
