@@ -56,9 +56,8 @@ class DecodeBatch:
         # further behind than a block, nor than the log goes back.
         self._log_steps = min(manager.block_size, self.max_log_steps)
         self._log = array("i", bytes(4 * capacity * self._log_steps))
-        self._tables = array("i")
-        self._num_columns = 0
-        self._fit(1)
+        self._num_columns = 1
+        self._tables = array("i", bytes(4 * capacity))
 
     @property
     def capacity(self) -> int:
@@ -125,10 +124,7 @@ class DecodeBatch:
         if seq in self._starved:
             del self._starved[seq]
         else:
-            bucket = self._due[seq._due]
-            del bucket[seq]
-            if not bucket:
-                del self._due[seq._due]
+            del self._due[seq._due][seq]
         last = self._rows.pop()
         if last is not seq:
             self._settle(last)

@@ -152,8 +152,7 @@ class BlockManager:
 
     def can_append(self, seq: NanoSequence) -> bool:
         """Whether `may_append` would find the blocks it needs."""
-        num_missing = self._num_missing(seq, self._entry(seq))
-        return num_missing <= 0 or num_missing <= self.manager.num_free
+        return self._num_missing(seq, self._entry(seq)) <= self.manager.num_free
 
     def may_append(self, seq: NanoSequence) -> None:
         """Extend `block_table` to cover all known tokens. Without new tokens since the last call, nothing happens.

@@ -301,7 +301,7 @@ class BlockManager:
     def pin(self, seq: Sequence) -> Pin:
         """Keep the sequence's full computed blocks from eviction, whatever becomes of the sequence, until `unpin`."""
         self._admitted_here(seq)
-        pin = Pin(tuple(self._real(seq._table[: seq._num_computed // self.block_size])))
+        pin = Pin(tuple(self._real(seq._table[: seq.num_computed // self.block_size])))
         self.pool.share_all(pin.blocks)
         self._pins.add(pin)
         return pin
@@ -327,7 +327,7 @@ class BlockManager:
         """
         seqs = list(seqs)
         for seq in seqs:
-            if seq._manager is not self or seq not in self._admitted:
+            if seq not in self._admitted:
                 self._admitted_here(seq)  # which says what is wrong
         return self._flights.launch(seqs)
 
@@ -402,16 +402,11 @@ class BlockManager:
 
     def _take_after(self, hits: list[int], num_new_blocks: int) -> array[int]:
         """A block table of these hits and new blocks."""
-        shared = 0
+        self.pool.share_all(hits)  # first: a hit must not be evicted to make room for its own successor
         try:
-            # Shared first: a hit must not be evicted to make room for its own successor.
-            for block in hits:
-                self.pool.share(block)
-                shared += 1
             return array("i", hits + self.pool.take(num_new_blocks))
         except BaseException:  # an eviction policy that fails
-            for block in reversed(hits[:shared]):
-                self.pool.release(block)
+            self.pool.release_all(reversed(hits))
             raise
 
     def _reserve(self, seq: Sequence, target: int) -> bool:
@@ -526,8 +521,6 @@ class BlockManager:
     def _own(self, seq: Sequence) -> None:
         if seq._manager is not self:
             raise SequenceStateError(f"{seq} belongs to another manager")
-        if seq._batch is not None:
-            seq._batch._settle(seq)
 
     def _admitted_here(self, seq: Sequence) -> None:
         self._own(seq)

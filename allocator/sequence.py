@@ -106,8 +106,7 @@ class Sequence:
     def key(self, i: int, block_size: int) -> bytes:
         """What block `i` holds, apart from its prefix: its tokens as little-endian int32, and the media among them."""
         start, stop = i * block_size, (i + 1) * block_size
-        tokens = self._tokens[start:stop]
-        key = tokens.tobytes() if sys.byteorder == "little" else little_endian(tokens)
+        key = little_endian(self._tokens[start:stop])
         return key + media_in(self.media, start, stop) if self.media else key
 
     def append(self, token: int) -> None:

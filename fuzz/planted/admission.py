@@ -36,8 +36,8 @@ ADMISSION_FAULTS = (
         "hit evicted for its successor",
         BlockManager,
         "_take_after",
-        "for block in hits:",
-        "[self.pool.release(b) for b in self.pool.take(num_new_blocks)]\n        for block in hits:",
+        "self.pool.share_all(hits)",
+        "[self.pool.release(b) for b in self.pool.take(num_new_blocks)]\n    self.pool.share_all(hits)",
         "blocks are taken before the hits are held (vllm#37076)",
     ),
     Fault(

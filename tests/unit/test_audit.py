@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvproof.allocator import BlockManager, InvariantViolation, Namespace, Node, Sequence
-from kvproof.allocator.index import _BLOCK, _CHILD, _PARENT, NONE
+from kvproof.allocator import BlockManager, DecodeBatch, InvariantViolation, Namespace, Node, Sequence
+from kvproof.allocator.index import _BLOCK, _CHILD, _HASH, _PARENT, NONE
 
 
 def busy() -> tuple[BlockManager, Sequence]:
@@ -131,6 +131,50 @@ def rewritten_tokens(manager: BlockManager, seq: Sequence) -> None:
     seq._tokens[2] = 9
 
 
+def free_twice_and_not_once(manager: BlockManager, seq: Sequence) -> None:
+    """As many are listed as there should be."""
+    manager.release(manager.sequences[1])
+    manager.pool._empty[0] = manager.pool._empty[1]
+
+
+def other_hash(manager: BlockManager, seq: Sequence) -> None:
+    manager.index._records[place_of(manager, 0) + _HASH] ^= 1
+
+
+def rewritten_first_tokens(manager: BlockManager, seq: Sequence) -> None:
+    seq._tokens[0] = 9
+
+
+def another_prefix(manager: BlockManager, seq: Sequence) -> None:
+    """Block 1 holds these tokens, and other tokens before them."""
+    thief = manager.sequence([3, 4])
+    manager.admit(thief)
+    manager.pool.release(thief.block_table[0])
+    manager.pool.share(1)
+    thief._table = array("i", [1])
+    thief._num_computed = 2
+
+
+def decoding(manager: BlockManager, seq: Sequence) -> DecodeBatch:
+    seq.append(6)
+    batch = manager.decode_batch(1)
+    assert batch.add(seq)
+    manager.check()
+    return batch
+
+
+def another_in_its_row(manager: BlockManager, seq: Sequence) -> None:
+    decoding(manager, seq)._rows[0] = manager.sequence([1])
+
+
+def never_due(manager: BlockManager, seq: Sequence) -> None:
+    decoding(manager, seq)._due.clear()
+
+
+def stale_row(manager: BlockManager, seq: Sequence) -> None:
+    decoding(manager, seq)._tables[2] = 5
+
+
 @pytest.mark.parametrize(
     ("damage", "invariant"),
     [
@@ -155,6 +199,13 @@ def rewritten_tokens(manager: BlockManager, seq: Sequence) -> None:
         (other_namespace, "I9"),
         (swapped_table, "I3"),
         (rewritten_tokens, "I3"),
+        (free_twice_and_not_once, "I2"),
+        (other_hash, "I3"),
+        (rewritten_first_tokens, "I3"),
+        (another_prefix, "I3"),
+        (another_in_its_row, "I7"),
+        (never_due, "I7"),
+        (stale_row, "I7"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -21,7 +21,7 @@ def prefilled(manager: BlockManager, length: int, *, start: int = 0, max_length:
     """Tokens start, start + 1, ..., all computed, and one more."""
     seq = manager.sequence(range(start, start + length), max_length=max_length)
     manager.admit(seq)
-    manager.commit(seq, length)
+    manager.commit(seq, length - seq.num_computed)
     seq.append(start + length)
     return seq
 
@@ -114,12 +114,15 @@ def test_rows_without_a_block_are_named_and_nobody_steps() -> None:
 
 
 def test_duplicates_of_one_step_are_merged() -> None:
-    manager = BlockManager(8, 2)
-    seqs = [prefilled(manager, 1) for _ in range(2)]
+    manager = BlockManager(16, 2)
+    seqs = [prefilled(manager, 5) for _ in range(3)]
     batch = batch_of(manager, *seqs)
     assert batch.reserve() == []
-    assert batch.commit([5, 5]) == [RowMerge(seqs[1], 0, 1, 0)]
-    assert batch.block_tables[1, 0] == 0
+    first, second, third = (seq.block_table[2] for seq in seqs)
+    assert batch.commit([6, 6, 6]) == [RowMerge(seqs[1], 2, second, first), RowMerge(seqs[2], 2, third, first)]
+    for row, seq in enumerate(batch):
+        assert [batch.block_tables[row, entry] for entry in range(3)] == list(seq.block_table)
+    assert {seq.block_table[2] for seq in seqs} == {first}
 
 
 def test_leaving_gives_up_what_is_not_used() -> None:
@@ -132,6 +135,18 @@ def test_leaving_gives_up_what_is_not_used() -> None:
     batch.remove(seq)
     assert (seq.num_computed, seq.num_reserved, manager.num_used) == (4, 4, 1)
     manager.fork(seq)  # nothing is reserved that is not computed
+
+
+def test_a_row_takes_its_tokens_along_to_another_place() -> None:
+    manager = BlockManager(8, 8)
+    first, last = prefilled(manager, 1), prefilled(manager, 1, start=50)
+    batch = batch_of(manager, first, last)
+    decode(batch, 1, [1, 2])
+    decode(batch, 1, [3, 4])
+    batch.remove(first)
+    decode(batch, 1, [5])
+    assert first.tokens().tolist() == [0, 1, 1, 3]
+    assert last.tokens().tolist() == [50, 51, 2, 4, 5]
 
 
 def test_slots_that_were_reserved_ahead_are_used_first() -> None:
@@ -208,16 +223,19 @@ def test_no_slot_past_max_length() -> None:
         batch.add(seq)
 
 
-def test_what_a_window_leaves_is_given_back() -> None:
-    manager = BlockManager(8, 2, window=3)
+@pytest.mark.parametrize("window", range(1, 7))
+def test_what_a_window_leaves_is_given_back_at_once(window: int) -> None:
+    manager = BlockManager(8, 2, window=window)
     seq = prefilled(manager, 1)
     batch = batch_of(manager, seq)
-    for _ in range(40):
+    for length in range(2, 40):
         assert batch.reserve() == []
         batch.commit([7])
-        assert manager.num_used <= 3
-        assert [batch.block_tables[0, i] for i in range(len(seq.block_table))] == list(seq.block_table)
-    assert list(seq.block_table)[:-3] == [0] * (len(seq.block_table) - 3)
+        num_left = max(0, length - window + 1) // 2
+        table = list(seq.block_table)
+        assert [block == 0 for block in table] == [i < num_left for i in range(len(table))]
+        assert [batch.block_tables[0, i] for i in range(len(table))] == table
+        assert manager.num_used == len(table) - num_left
 
 
 def test_a_batch_says_what_it_refuses() -> None:

@@ -9,7 +9,7 @@ import copy
 import inspect
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from time import perf_counter
 
 import pytest
@@ -264,6 +264,54 @@ def test_tokens_that_changed_are_not_published() -> None:
     assert fingerprint(manager.manager) == before
     manager.deallocate(seq)
     assert not manager.hash_to_block_id
+
+
+def test_whoever_did_not_ask_first_finds_as_much() -> None:
+    manager = BlockManager(8, 2)
+    grow(allocated(manager, 1, 2, 3), 4)
+    seq = NanoSequence([1, 2, 3], 2)
+    manager.allocate(seq)
+    assert seq.num_cached_tokens == 2
+
+
+def test_what_was_preempted_gets_slots_for_its_new_tokens_too() -> None:
+    manager = BlockManager(4, 4)
+    seq = allocated(manager, 1, 2, 3, 4)
+    append(manager, seq, 5)
+    manager.deallocate(seq)
+    assert manager.can_allocate(seq)
+    manager.allocate(seq)
+    assert len(seq.block_table) == 2
+
+
+def test_a_block_that_others_publish_may_have_been_filled_token_by_token() -> None:
+    manager = BlockManager(8, 4)
+    seq = allocated(manager, 0)
+    for token in (1, 2, 3):
+        append(manager, seq, token)
+    grow(seq, 4)
+    assert allocated(manager, 0, 1, 2, 3, 9).num_cached_tokens == 4
+
+
+def test_the_allocator_hears_of_full_blocks_and_of_each_question_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = BlockManager(8, 4)
+    calls: list[str] = []
+    for name in ("sequence", "commit"):
+        method = getattr(manager.manager, name)
+
+        def counted(*args: object, name: str = name, method: Callable[..., object] = method) -> object:
+            calls.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(manager.manager, name, counted)
+    seq = NanoSequence([0], 4)
+    for _ in range(3):
+        assert manager.can_allocate(seq)
+    manager.allocate(seq)
+    assert calls == ["sequence"]
+    for token in range(1, 13):
+        append(manager, seq, token)
+        assert calls == ["sequence"] + ["commit"] * (token // 4)
 
 
 # ---- the interface

@@ -497,6 +497,14 @@ def test_what_can_fail_of_taking_blocks_fails_before_the_first_one() -> None:
     assert manager.pool.take(4) == [4, 5, 3, 2]
 
 
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPROOF_PURE", "1")
+    assert loops._load() is None
+    for value in ("0", ""):
+        monkeypatch.setenv("KVPROOF_PURE", value)
+        assert loops._load() is COMPILED
+
+
 def test_nothing_else_runs_while_a_view_is_open() -> None:
     """A collection calls what waits for its objects, in Python 3.11 in the middle of an allocation."""
     manager = BlockManager(60, 2)

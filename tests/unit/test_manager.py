@@ -306,15 +306,17 @@ def test_nothing_is_hashed_without_prefix_caching() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_a_decode_step_within_a_block_neither_hashes_nor_takes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One `take` where a block begins, one hash where it ends, and nothing between."""
-    hash_block, taken = Counting(), list[int]()
+    """One `take` where a block begins, one hash and one place in the index where it ends, and nothing between."""
+    hash_block, taken, made_room = Counting(), list[int](), list[int]()
     manager = BlockManager(100, size, hash_block=hash_block)
-    take = manager.pool.take
+    take, make_room = manager.pool.take, manager.index.make_room
     monkeypatch.setattr(manager.pool, "take", lambda n: [taken.append(n), take(n)][1])
+    monkeypatch.setattr(manager.index, "make_room", lambda n: [made_room.append(n), make_room(n)][1])
     seq = running(manager, 1, 1)
-    hash_block.calls.clear()
-    taken.clear()
     for position in range(1, 50):
+        hash_block.calls.clear()
+        taken.clear()
+        made_room.clear()
         seq.append(7)
         assert manager.reserve(seq) is True
         assert taken == ([1] if position % size == 0 else [])
@@ -322,8 +324,7 @@ def test_a_decode_step_within_a_block_neither_hashes_nor_takes(size: int, monkey
         ends_block = (position + 1) % size == 0
         first_block = position + 1 == size  # its hash needs the namespace's root too
         assert hash_block.calls.total() == ends_block + first_block
-        hash_block.calls.clear()
-        taken.clear()
+        assert len(made_room) == ends_block
 
 
 def test_a_salt_of_any_characters() -> None:
@@ -404,6 +405,24 @@ def test_lookahead_out_of_range(value: int) -> None:
     assert manager.reserve(seq, 0, lookahead=2**31 - 1) is False
 
 
+def test_lookahead_comes_on_top_of_what_is_asked_for() -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 3, 3)
+    assert manager.reserve(seq, 1) is True
+    assert manager.reserve(seq, 1, lookahead=1) is True
+    assert (seq.num_reserved, len(seq.block_table)) == (5, 3)
+
+
+def test_lookahead_past_the_end_asks_for_nothing() -> None:
+    """Nor does it order the copy that a next token would need."""
+    manager = BlockManager(8, 2)
+    seq = running(manager, 3, 3, max_length=3)
+    child = manager.fork(seq)
+    before = fingerprint(manager)
+    assert manager.reserve(child, 0, lookahead=4) is True
+    assert fingerprint(manager) == before
+
+
 def test_a_copy_that_was_written_over_leaves_its_child_to_an_older_parent() -> None:
     """Even LRU evicts a parent first, when the parent's newer copy is gone: the child goes with it."""
     manager = BlockManager(6, 2, merge_duplicates=False)
@@ -422,6 +441,26 @@ def test_a_copy_that_was_written_over_leaves_its_child_to_an_older_parent() -> N
     assert manager.pool.free_lists() == ([2], [])
     assert manager.stats().evictions == 3
     manager.check()
+
+
+def test_a_block_is_published_after_one_that_its_window_has_left() -> None:
+    """What was left is findable as long as it is cached."""
+    manager = BlockManager(8, 2, window=1)
+    seq = manager.sequence(range(7))
+    manager.admit(seq)
+    for _ in range(3):
+        manager.commit(seq, 2)
+    assert list(seq.block_table)[:3] == [0, 0, 0]
+    assert manager.match(manager.sequence(range(7))) == 6
+    manager.check()
+
+
+def test_identities_last_as_long_as_there_are_any() -> None:
+    manager = BlockManager(8, 2)
+    seq = running(manager, 8, 4)
+    manager.index._last_number = 2**35 - 4
+    manager.commit(seq, 4)
+    assert manager.stats().published == 4
 
 
 @pytest.mark.parametrize("batched", [False, True])

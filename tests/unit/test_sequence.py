@@ -57,7 +57,7 @@ def test_the_callers_list_is_not_the_sequences(manager: BlockManager) -> None:
 )
 def test_any_iterable_of_integers(manager: BlockManager, tokens: Iterable[int]) -> None:
     seq = manager.sequence(tokens)
-    assert seq.tokens() == array("i", [97, 98, 99, 100])
+    assert (seq.tokens().typecode, seq.tokens().tolist()) == ("i", [97, 98, 99, 100])
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31, 2**32, -(2**70), 10**30, 1.5, 2.0, "7", "abc", None, [1]])
