@@ -11,7 +11,7 @@ PACKAGE_DIRS := allocator allocator/spec attention backend backend/cli backend/i
 ALLOCATOR_TESTS := $(patsubst %,tests/unit/test_%.py,audit batch compat compat_machine events exception_safety field_failures \
 	index manager manager_machine policy pool sequence shared_blocks snapshot stats)
 
-.PHONY: help demo test test-pure test-flashinfer bench fuzz mutants spec spec-full docs lint types fmt dev clean
+.PHONY: help demo test test-pure test-flashinfer test-vllm bench fuzz mutants spec spec-full docs lint types fmt dev clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,26 @@ test-flashinfer: dev $(FLASHINFER:%=$(VENV)/flashinfer-%) ## the FlashInfer driv
 $(VENV)/flashinfer-%: | $(VENV)/.linked
 	$(PIP) install --constraint constraints.txt --no-deps --target $@.part flashinfer-python==$* apache-tvm-ffi nvidia-ml-py
 	@mv $@.part $@
+
+# vLLM has an environment of its own: it pins torch and transformers. In it is the kvproof of the other one.
+VLLM := $(VENV)/vllm
+
+test-vllm: dev ## vLLM 0.32 with our manager, pool and attention, in an environment of its own
+	@if $(MAKE) --no-print-directory $(VLLM)/.deps; then \
+		cp $(VENV)/lib/python3*/site-packages/__editable__.kvproof-*.pth $(VLLM)/lib/python3*/site-packages/ && \
+		KVPROOF_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest --durations=0 tests/integration/test_vllm_*.py; \
+	else \
+		echo "SKIPPED: VLLM COULD NOT BE HAD FROM THE PACKAGE REGISTRY, SO NOTHING WAS TESTED WITH IT" >&2; \
+	fi
+
+# All that vLLM asks for, but not triton, a gigabyte that has nothing for CPUs, nor torchvision, torchaudio and
+# torchcodec, which do not load beside torch for CPUs: hence --no-deps.
+$(VLLM)/.deps: requirements-vllm.txt
+	@rm -rf $(VLLM)
+	@$(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM and what it needs into $(VLLM)"
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-compile --requirement $<
+	@touch $@
 
 bench: dev ## benchmarks beside their peers, with a report
 	$(BIN)/kvproof bench --peers

@@ -14,6 +14,7 @@ from kvproof.backend.integrations.vllm.errors import UnsupportedFeature
 from kvproof.backend.integrations.vllm.pool import BlockPool, use_pool
 from kvproof.backend.integrations.vllm.supported import settings_of
 from kvproof.fuzz.machines.vllm_engine import Ask, Engine, Shape, WrongRead, make
+from kvproof.fuzz.machines.vllm_pool_surface import POOL_CASES
 
 
 def preempted_before_it_ran() -> None:
@@ -275,4 +276,5 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     pool_refuses_a_double_free,
     pool_keeps_what_is_read,
     pool_comes_first_or_not_at_all,
+    *POOL_CASES,
 )

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from kvproof.backend.integrations.vllm import contract
+from kvproof.backend.integrations.vllm import contract, surface
 from kvproof.backend.integrations.vllm.errors import UnsupportedVllm
 
 WHERE = "import importlib.util as i; print(i.find_spec('vllm').submodule_search_locations[0])"
-READ = sorted({"_version.py", *contract.ASKERS, *(n.split(":")[0] for n in (*contract.SIGNATURES, *contract.FIELDS))})
+MODULES = [Path(*module.split(".")[1:]) for module in surface.NAMES]
+READ = sorted(
+    {"_version.py", *surface.ASKERS, *(name.split(":")[0] for name in (*surface.SIGNATURES, *surface.FIELDS))}
+)
+OURS = Path(contract.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,8 @@ def installed() -> Path:
 
 @pytest.fixture
 def copy(installed: Path, tmp_path: Path) -> Path:
-    for file in READ:
+    modules = [module / "__init__.py" if (installed / module).is_dir() else f"{module}.py" for module in MODULES]
+    for file in [*READ, *modules]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed / file, tmp_path / file)
     return tmp_path
@@ -46,7 +51,25 @@ def edit(file: Path, old: str, new: str) -> None:
 def test_three_versions_are_on_record_and_nothing_is_missing_from_them() -> None:
     record = contract.recorded()
     assert list(record) == ["0.30", "0.31", "0.32"]
-    assert [name for surface in record.values() for name, text in surface.items() if text == "missing"] == []
+    missing = [(version, name) for version, touched in record.items() for name in touched if touched[name] == "missing"]
+    assert missing == [("0.30", "vllm.v1.core.kv_cache_utils:to_event_extra_keys")]  # `seam` has a stand-in
+
+
+def test_one_module_imports_vllm_and_it_takes_what_the_contract_names() -> None:
+    taken = set()
+    for file in OURS.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if file.name != "seam.py":
+                assert not [name for name in modules if name.split(".")[0] == "vllm"], (
+                    f"{file.name}, line {node.lineno}"
+                )
+            if isinstance(node, ast.ImportFrom) and (node.module or "").endswith(".vllm.seam"):
+                taken |= {alias.name for alias in node.names}
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "seam":
+                taken.add(node.attr)
+    assert sorted(taken) == sorted(name for names in surface.NAMES.values() for name in names)
 
 
 def test_the_installed_version_is_as_recorded(installed: Path) -> None:
@@ -73,20 +96,45 @@ def test_what_has_moved_is_named(copy: Path) -> None:
     ]
 
 
+def test_what_has_moved_below_the_attention_is_named(copy: Path) -> None:
+    edit(copy / "v1/attention/backend.py", "    block_table_tensor: torch.Tensor\n", "    block_tables: torch.Tensor\n")
+    edit(copy / "v1/attention/backend.py", "attn_metadata: T,\n        output: torch.Tensor,", "output: torch.Tensor,")
+    edit(
+        copy / "v1/attention/backend.py",
+        "    def update_block_table(",
+        "    @abstractmethod\n    def update_block_table(",
+    )
+    edit(copy / "v1/attention/backends/registry.py", "CUSTOM = ", "THIRD_PARTY = ")
+    edit(
+        copy / "model_executor/layers/attention/__init__.py", "attention import Attention\n", "attention import Layer\n"
+    )
+    edit(copy / "model_executor/layers/attention/attention.py", "self.kv_cache", "self.cache")
+    moved = contract.drift(copy)
+    backend, builder = "v1/attention/backend.py", "v1/attention/backend.py:AttentionMetadataBuilder"
+    assert moved[0] == "vllm.model_executor.layers.attention:Attention was there and is missing"
+    assert moved[1].startswith(f"{backend}:AttentionImpl.forward was (self, layer, query, key, value, kv_cache, attn_m")
+    assert " and is (self, layer, query, key, value, kv_cache, output, output_scale=None" in moved[1]
+    assert moved[2:] == [
+        f"{backend}:CommonAttentionMetadata.block_table_tensor was there and is missing",
+        "v1/attention/backends/registry.py:AttentionBackendEnum.CUSTOM was there and is missing",
+        "model_executor/layers/attention/attention.py:Attention.kv_cache was there and is missing",
+        f"abstract in {builder} was __init__, build and is __init__, build, update_block_table",
+    ]
+
+
 def test_our_manager_answers_all_that_is_asked() -> None:
-    folder = Path(contract.__file__).parent
-    sources = (folder / "manager.py").read_text(), (folder / "views.py").read_text()
+    sources = (OURS / "manager.py").read_text(), (OURS / "views.py").read_text()
     nodes = [node for source in sources for node in ast.parse(source).body]
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     answers = {name: set(contract._fields(found)) for name, found in classes.items()}
     parts = {"block_pool": "PoolView", "coordinator": "Coordinator", "empty_kv_cache_blocks": "Blocks"}
-    for version, surface in contract.recorded().items():
-        asked = [name.removeprefix("asked: ") for name in surface if name.startswith("asked: ")]
+    for version, touched in contract.recorded().items():
+        asked = [name.removeprefix("asked: ") for name in touched if name.startswith("asked: ")]
         assert len(asked) > 25
         for name in asked:
             first, _, second = name.partition(".")
             answered = second in answers[parts[first]] if second else first in answers["KVCacheManager"]
-            assert answered != (name in contract.UNREACHED), f"vLLM {version} asks {name}"
+            assert answered != (name in surface.UNREACHED), f"vLLM {version} asks {name}"
 
 
 def test_other_versions_are_refused_unless_forced(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

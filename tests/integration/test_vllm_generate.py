@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from kvproof.backend.models.checkpoint import open_checkpoint
 
-PEER = Path(__file__).resolve().parents[1] / "benchmarks" / "peers" / "vllm_generate.py"
 OURS = "kvproof.backend.integrations.vllm"
 BLOCK_SIZE = 32
 MAX_TOKENS = 40
@@ -30,6 +29,17 @@ QUESTIONS = (
     "When was the printing press invented?", "What do bees make?",
 )  # fmt: skip
 PREFIXES = (SYSTEM * 4, RULES, "")
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+TIMEOUT = 1200  # seconds; an engine whose blocks have leaked waits for ever
+MANAGER = "kvproof.backend.integrations.vllm.manager:KVCacheManager"
+GIVEN, RELEASE = "new = table[num_before:].tolist()", "self.blocks.release(held.seq)"
+FAULTS = [
+    ("token_ids", [MANAGER, "_given", GIVEN, "new = [int(table[0])] * (len(table) - num_before)"]),
+    ("cached_tokens", [MANAGER, "_sequence", ", namespace=namespace_of(request)", ""]),
+    ("cached_tokens", [MANAGER, "get_computed_blocks", "hits = self.blocks.hits(seq)", "hits = []"]),
+    ("usage", [MANAGER, "free", RELEASE, f"self.blocks.pool.share(held.seq.block_table[0]); {RELEASE}"]),
+]
+"""What is planted in our manager, and which answer tells of it."""
 
 
 @pytest.fixture(scope="module")
@@ -53,39 +63,52 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif("KVPROOF_VLLM_PYTHON" not in os.environ, reason="KVPROOF_VLLM_PYTHON names no interpreter")
 def test_the_same_tokens_and_the_same_hits(model: Path, tmp_path: Path) -> None:
     tokenizer = open_checkpoint("smollm2").tokenizer()
-    prompts = [tokenizer.encode(prefix + question) for prefix in PREFIXES for question in QUESTIONS]
+    plain = [{"prompt_token_ids": tokenizer.encode(prefix + text)} for prefix in PREFIXES for text in QUESTIONS]
+    salted = [prompt | {"cache_salt": "another tenant's"} for prompt in plain]
     job = {
         "model": str(model),
-        "schedulers": [None, f"{OURS}.Scheduler", f"{OURS}.PoolScheduler"],
-        "waves": [prompts[:20], prompts[20:] + prompts[:5]],
+        "waves": [[*plain[:4], *salted[:2]], [*plain[4:], *plain[:2], salted[2]]],
         "max_tokens": MAX_TOKENS,
-        "engine": {
-            "max_model_len": 192, "block_size": BLOCK_SIZE, "num_gpu_blocks_override": 17, "max_num_seqs": 8,
-            "max_num_batched_tokens": 192,
-        },
-    }  # fmt: skip
-    file = tmp_path / "job.json"
-    file.write_text(json.dumps(job))
+        "max_model_len": 192,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": 17,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 192,
+    }
+    schedulers: list[dict[str, Any]] = [
+        {},
+        {"scheduler_cls": f"{OURS}.Scheduler", "faults": [fault for _, fault in FAULTS]},
+        {"scheduler_cls": f"{OURS}.PoolScheduler"},
+    ]
+    file = tmp_path / "jobs.json"
+    file.write_text(json.dumps([job | more for more in schedulers]), encoding="utf-8")
     run = subprocess.run(
-        [os.environ["KVPROOF_VLLM_PYTHON"], str(PEER), str(file)],
+        [os.environ["KVPROOF_VLLM_PYTHON"], str(Path(__file__).with_name("vllm_generate.py")), str(file)],
         capture_output=True,
         text=True,
-        env={**os.environ, "VLLM_CONFIGURE_LOGGING": "0"},
+        env={**os.environ, **ENVIRONMENT},
+        timeout=TIMEOUT,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    stock, *ours = [json.loads(line) for line in run.stdout.splitlines()]
-    check(stock, "vllm.v1.core.sched.scheduler.Scheduler")
-    for answer, name in zip(ours, ("Scheduler", "PoolScheduler"), strict=True):
-        check(answer, f"{OURS}.scheduler.{name}")
-        assert answer["tokens"] == stock["tokens"]
-        assert answer["cached"] == stock["cached"]
-        assert answer["preemptions"] == stock["preemptions"]
+    answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"token_ids"')]
+    names = ["vllm.v1.core.sched.scheduler.Scheduler", f"{OURS}.scheduler.Scheduler", f"{OURS}.scheduler.PoolScheduler"]
+    assert [answer.pop("scheduler") for answer in answers] == names
+    broken = [answer.pop("broken") for answer in answers]
+    stock, manager, pool = answers
+    check(stock)
+    assert manager == stock
+    assert pool == stock
+    right = {key: stock[key][:6] for key in ("token_ids", "cached_tokens")} | {"usage": 0.0}
+    for answer, (told, fault) in zip(broken[1], FAULTS, strict=True):
+        assert answer[told] != right[told], f"nothing tells of {fault}"
 
 
-def check(answer: dict[str, Any], scheduler: str) -> None:
-    """The case is a hard one: blocks ran out, prefixes were found, and in the end nothing is in use."""
-    assert answer["scheduler"] == scheduler
-    assert [len(tokens) for tokens in answer["tokens"]] == [MAX_TOKENS] * 35
+def check(answer: dict[str, Any]) -> None:
+    """The case is a hard one: texts differ, blocks ran out, prefixes were found, and in the end nothing is in use."""
+    tokens, cached = answer["token_ids"], answer["cached_tokens"]
+    assert [len(generated) for generated in tokens] == [MAX_TOKENS] * 35
+    assert len({tuple(generated) for generated in tokens}) == 30
     assert answer["preemptions"] > 0
-    assert sum(answer["cached"]) > 1000
+    assert sum(cached) > 1000
+    assert cached[:6] == [0, 64, 64, 64, 0, 64]  # the first one with a salt finds nothing of the others
     assert answer["usage"] == 0.0

@@ -5,6 +5,7 @@ A step's metadata is turned into a `BatchPlan` and planned once for all layers o
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -13,28 +14,16 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
-from vllm.version import __version__
 
 from kvproof.attention import AttentionBackend as PagedAttention
 from kvproof.attention import CacheSpec, DType
+from kvproof.backend.integrations.vllm import seam
 from kvproof.backend.integrations.vllm.attention_batch import Batch, UnsupportedAttention, paged_cache
 from kvproof.backend.integrations.vllm.attention_plugin import CHOICE
-from kvproof.backend.integrations.vllm.contract import require_known
+from kvproof.backend.integrations.vllm.seam import CommonAttentionMetadata, KVCacheLayout
 from kvproof.backend.selection import AUTO, over_cache, select
 
-require_known(__version__)
-
-log = init_logger("vllm.plugins.kvproof")
+log = logging.getLogger("vllm.plugins.kvproof")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +35,7 @@ class Metadata:
     order: Tensor | None
 
 
-class Backend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types here
+class Backend(seam.AttentionBackend):  # type: ignore[misc]  # vLLM has no types here
     """Selected with `attention_config={"backend": "CUSTOM"}`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -81,14 +70,12 @@ class CPUBackend(Backend):
         return "CPU_ATTN"
 
 
-class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
+class Builder(seam.AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
     """Plans a step of one KV-cache group."""
 
     reorder_batch_threshold = 1  # so that rows of one token mostly come first already
 
-    def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._caches: list[Tensor] = []
         self._layers: dict[str, tuple[PagedAttention, int]] = {}
@@ -114,7 +101,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
 
     def _find_caches(self) -> None:
         """vLLM binds a layer's cache after it has made the builder, and profiles with another one before."""
-        found = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        found = seam.get_layers_from_vllm_config(self.vllm_config, seam.Attention, self.layer_names)
         layers = [found[name] for name in self.layer_names]
         caches = [layer.kv_cache for layer in layers]
         if [id(cache) for cache in caches] != [id(cache) for cache in self._caches]:
@@ -122,7 +109,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
             self._caches = caches
 
 
-class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
+class Impl(seam.AttentionImpl[Metadata]):  # type: ignore[misc]
     """One layer's attention."""
 
     def __init__(
