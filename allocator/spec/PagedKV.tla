@@ -3,7 +3,7 @@
 \* `BlockManager`, atomic as in the code, down to which block is handed out next. Invariants.tla says what holds.
 \*
 \* Identity. A published block's content is a node <<parent, tokens>>, where the parent is a node again or, for a
-\* first block, the namespace. In the code a parent is an object that is never used again; here it is a value that
+\* first block, the namespace. In the code a parent is a number that is never used again; here it is a value that
 \* can't mean anything else. At most one live node has this value, and it has none but live ancestors (I3, I4): so
 \* no counter is needed, and equal situations are equal states.
 EXTENDS Integers, Sequences, FiniteSets, TLC

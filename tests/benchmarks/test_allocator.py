@@ -22,8 +22,10 @@ A peer that is absent is named in the output, and the rest is measured without i
 from __future__ import annotations
 
 import statistics
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
+from random import getrandbits
 from time import perf_counter
 from typing import Any
 
@@ -230,14 +232,18 @@ def test_decode_step(benchmark: BenchmarkFixture, peers: Peers, path: str) -> No
 
 @pytest.mark.benchmark(group="pool sizes, every block cached, block 16", timer=CLOCK.read)
 def test_pool_sizes(benchmark: BenchmarkFixture) -> None:
-    """Each new block evicts the content of another. nano-vllm caches nothing that is not in use, so it is not here."""
+    """Each new block evicts the content of another. nano-vllm caches nothing that is not in use, so it is not here.
+
+    Beside it, what no cache can do without: a dict of as many blocks, in which each new one takes the oldest's place.
+    How much longer that takes in a larger dict is what waiting for memory costs.
+    """
     sizes = [1_000, 10_000, 100_000] if QUICK else [1_000, 10_000, 100_000, 1_000_000]
     pools = {size: ours.PerSequence(size, BLOCK_SIZE) for size in sizes}
     for pool in pools.values():
         pool.fill()
+    dicts = {size: OrderedDict.fromkeys(getrandbits(63) for _ in range(size)) for size in sizes}
     times: dict[str, dict[int, list[float]]] = {
-        "block": {size: [] for size in sizes},
-        "token": {size: [] for size in sizes},
+        unit: {size: [] for size in sizes} for unit in ("block", "token", "key")
     }
 
     def all_sizes() -> None:
@@ -252,19 +258,31 @@ def test_pool_sizes(benchmark: BenchmarkFixture) -> None:
             seconds, counts = result["seconds"], result["counts"]
             times["block"][size].append((seconds["admission"] + seconds["release"]) / counts["blocks"] * 1e6)
             times["token"][size].append(seconds["append"] / counts["tokens"] * 1e6)
+            times["key"][size].append(replace_oldest(dicts[size], counts["blocks"]) * 1e6)
         CLOCK.seconds += sum(seconds.values())  # of the largest
 
     benchmark.pedantic(all_sizes, rounds=ROUNDS)
     figures = Figures(benchmark)
-    for operation, unit in (("admit and release", "block"), ("append", "token")):
+    for operation, unit in (("admit and release", "block"), ("append", "token"), ("an LRU dict", "key")):
         by_size = times[unit]
         medians = {size: statistics.median(by_size[size]) for size in sizes}
-        figures.over(f"1,000 blocks, {operation}", by_size[sizes[-1]], by_size[sizes[0]], aim=1.25)
+        aim = None if unit == "key" else 1.25
+        figures.over(f"1,000 blocks, {operation}", by_size[sizes[-1]], by_size[sizes[0]], aim=aim)
         figures.curve(
             "Latency against pool size, every block cached", f"{operation}, a {unit}", medians, x="blocks", y="us"
         )
         figures.note(**{f"{operation}, us a {unit}": {size: round(value, 3) for size, value in medians.items()}})
     figures.show()
+
+
+def replace_oldest(cached: OrderedDict[int, None], count: int) -> float:
+    """Seconds for each of `count` new entries."""
+    new = [getrandbits(63) for _ in range(count)]
+    started = perf_counter()
+    for key in new:
+        cached.popitem(last=False)
+        cached[key] = None
+    return (perf_counter() - started) / count
 
 
 @pytest.mark.benchmark(group="memory of a pool of 20,000 blocks of 16; the time is what making it takes")
