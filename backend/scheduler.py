@@ -105,7 +105,7 @@ class Scheduler:
 
     def _prefixes_of(self, work: list[tuple[Request, int]]) -> dict[Prefix | None, tuple[int, int]]:
         """The first block that each prefill of this step fills, as the prefix that ends with it, and whose it is."""
-        found = {}
+        found: dict[Prefix | None, tuple[int, int]] = {}
         size = self.manager.block_size
         for request, n in work if self.manager.prefix_caching else ():
             end = request.seq.num_computed // size * size + size
