@@ -242,9 +242,11 @@ def run(
     return [json.loads(line) for line in lines if line.startswith('{"token_ids"')], done.stdout + done.stderr
 
 
-ATTENTION = "kvproof.backend.integrations.vllm.attention"
-ORDER = "attn_metadata.order if attn_metadata.order is not None else "
-FAULTS = [[f"{ATTENTION}:Impl", "forward", ORDER, ""]]  # rows stay where they were put
+IMPL = "kvproof.backend.integrations.vllm.attention:Impl"
+FAULTS = [
+    [IMPL, "forward", "key[tokens], value", "key[tokens].roll(1, 0), value"],  # a token's key in its neighbour's slot
+    [IMPL, "forward", "backend.run(number,", "backend.run(0,"],  # a layer in the cache of the first
+]
 
 
 @pytest.fixture(scope="module")
@@ -272,11 +274,11 @@ def test_outputs_are_those_of_stock_vllm(
     assert f"window={WINDOW} soft_cap=3.0" in log
     for result, answers in zip(results, broken, strict=True):
         assert sum(result["cached_tokens"]) > 0
-        assert result["preemptions"] > 0
         assert result["usage"] == 0.0
         assert len({tuple(tokens) for tokens in result["token_ids"]}) > len(result["token_ids"]) // 2
         assert all(answer["token_ids"] != result["token_ids"] for answer in answers)
-    assert [len(answers) for answers in broken] == [1, 1, 0]
+    assert [len(answers) for answers in broken] == [2, 2, 0]
+    assert stock["smollm2"]["preemptions"] > 0
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,8 @@ def test_manager_and_attention_together_in_processes_of_their_own(
         VLLM_CPU_OMP_THREADS_BIND="nobind",
     )
     assert result["token_ids"] == stock[model]["token_ids"]
-    assert sum(result["cached_tokens"]) > 0  # how many depends on when which request arrives
+    assert sum(result["cached_tokens"]) > 0  # how many, and preemptions, depends on when which request arrives
+    assert result["preemptions"] > 0 or model != "smollm2"
     assert log.count("kvproof's torch backend attends") == workers
 
 
