@@ -46,11 +46,12 @@ $(VENV)/flashinfer-%: | $(VENV)/.linked
 
 # vLLM has an environment of its own: it pins torch and transformers. In it is the kvproof of the other one.
 VLLM := $(VENV)/vllm
+VLLM_TESTS := tests/integration/test_vllm_*.py
 
 test-vllm: dev ## vLLM 0.32 with our manager, pool and attention, in an environment of its own
 	@if $(MAKE) --no-print-directory $(VLLM)/.deps; then \
 		cp $(VENV)/lib/python3*/site-packages/__editable__.kvproof-*.pth $(VLLM)/lib/python3*/site-packages/ && \
-		KVPROOF_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest --durations=0 tests/integration/test_vllm_*.py; \
+		KVPROOF_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest --durations=0 $(VLLM_TESTS); \
 	else \
 		echo "SKIPPED: VLLM COULD NOT BE HAD FROM THE PACKAGE REGISTRY, SO NOTHING WAS TESTED WITH IT" >&2; \
 	fi
