@@ -7,7 +7,7 @@ _REBUILDS = "if len(self._heap) > 2 * len(self._entries) + 16:"
 _MORE = "more = max(min(size // 4, 1024), n)"
 _RECORDS = "self._records = array('Q', bytes(8 * _WORDS))"
 _ROOM = "self._records.frombytes(bytes(8 * _WORDS * more))"
-_FREED = "self._records[place:place + _WORDS] = array('Q', bytes(8 * _WORDS))"
+_SPREADS = "self._spread(2 ** (2 * (size + more) - 1).bit_length())"
 _OF_NODE = "node = self._records[place + _NODE]"
 _NODES = "nodes = (self._records[(entry & _LOW) + _NODE] for entry in self._lookup if entry)"
 _CHILDREN = "children.append(self._records[child + _NODE])"
@@ -83,6 +83,14 @@ _BY_REASON = {
     "makes a hash table as large as there is": (
         "index.PrefixIndex.make_room: if 2 * (size + more) > len(self._lookup): -> "
         "if 2 * (size + more) >= len(self._lookup):",
+        "index.PrefixIndex.make_room: if 2 * (size + more) > len(self._lookup): -> "
+        "if 3 * (size + more) > len(self._lookup):",
+    ),
+    "an odd number from 3 up has as many bits as the even one before it": (
+        f"index.PrefixIndex.make_room: {_SPREADS} -> {_SPREADS.replace('- 1', '- 2')}",
+    ),
+    "goes around the other way, and finds the entry as well": (
+        "index.PrefixIndex._forget: gap = gap + 1 & mask -> gap = gap - 1 & mask",
     ),
     "leads to a second check, which decides": (
         f"manager.BlockManager.reserve: {_RESERVE} -> {_RESERVE.replace('0 <=', '0 <')}",

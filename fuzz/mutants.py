@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -221,6 +222,7 @@ def run_tests(root: Path, plugin: object) -> None:
     import pytest
 
     files = [str(root / f"tests/unit/test_{name}.py") for name in TESTS]
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"  # for the tests' conftest: nothing is shrunk
     options = ["-o", "addopts=", "-p", "no:terminal", "-p", "no:cacheprovider", "--capture=no"]
     code = pytest.main([*options, "--import-mode=importlib", "-k", "not runTest", *files], plugins=[plugin])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -311,15 +313,16 @@ def run_explorer() -> bool:
 # ---- the command
 
 
-def page_of(verdicts: Sequence[Verdict]) -> str:
+def page_of(verdicts: Sequence[Verdict], seconds: float, jobs: int) -> str:
     """The result file, Markdown."""
     lines = [
         "# Mutants of allocator/",
         "",
-        "Written by `python -m kvproof.fuzz.mutants`. A mutant is one small change, and killed by what notices it",
-        f"first: the unit tests of the allocator, {EXAMPLES} examples of a machine, the explorer (scopes",
-        f"{', '.join(SCOPES)}), or machine and tests once more with the compiled loops; or by taking too much time or",
-        "memory. The C code of the compiled loops is not mutated.",
+        f"Written by `python -m kvproof.fuzz.mutants --jobs {jobs}`, which took {seconds:.0f} seconds. A mutant is one",
+        "small change, and killed by what notices it first: the unit tests of the allocator,",
+        f"{EXAMPLES} examples of a machine, the explorer (scopes {', '.join(SCOPES)}), or machine and tests once more",
+        "with the compiled loops; or by taking too much time or memory. Survivors with a reason are listed",
+        "as equivalent, and were not tried. The C code of the compiled loops is not mutated.",
         "",
         f"| module | mutants | {' | '.join(STAGES)} | limits | survive |",
         "| --- | --- |" + " --- |" * (len(STAGES) + 2),
@@ -357,8 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{num_judged} mutants, in {verdict.mutant.module}\x1b[K")
 
+    started = time.monotonic()
     verdicts = run(root, args.modules or known, args.jobs, tell)
-    page = page_of(verdicts)
+    page = page_of(verdicts, time.monotonic() - started, args.jobs)
     sys.stdout.write(page)
     if args.report is not None:
         args.report.write_text(page, encoding="utf-8")

@@ -223,15 +223,16 @@ def test_no_slot_past_max_length() -> None:
         batch.add(seq)
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("window", range(1, 7))
-def test_what_a_window_leaves_is_given_back_at_once(window: int) -> None:
-    manager = BlockManager(8, 2, window=window)
+def test_what_a_window_leaves_is_given_back_at_once(size: int, window: int) -> None:
+    manager = BlockManager(8, size, window=window)
     seq = prefilled(manager, 1)
     batch = batch_of(manager, seq)
     for length in range(2, 40):
         assert batch.reserve() == []
         batch.commit([7])
-        num_left = max(0, length - window + 1) // 2
+        num_left = max(0, length - window + 1) // size
         table = list(seq.block_table)
         assert [block == 0 for block in table] == [i < num_left for i in range(len(table))]
         assert [batch.block_tables[0, i] for i in range(len(table))] == table
@@ -258,6 +259,7 @@ def test_a_batch_says_what_it_refuses() -> None:
         manager.decode_batch(1).add(other)
     with pytest.raises(SequenceStateError, match="belongs to another manager"):
         BlockManager(1, 1).decode_batch(1).add(seq)
+    assert batch.capacity == 1
     with pytest.raises(InvalidArgument, match=r"^capacity is 0, must be an integer from 1 to"):
         manager.decode_batch(0)
     assert (len(seq), seq.num_computed, seq.num_reserved) == (2, 1, 2)

@@ -16,13 +16,15 @@ from kvproof.allocator import (
     PrefixIndex,
 )
 from kvproof.allocator import MediaItem as Item
-from kvproof.allocator.media import MAX_POSITION
+from kvproof.allocator.index import _PLACE, _WORDS
+from kvproof.allocator.pool import MAX_BLOCKS
 
 
 def test_media_end_where_positions_do() -> None:
-    assert Item("k", 1, MAX_POSITION - 1).stop == MAX_POSITION
-    with pytest.raises(InvalidArgument, match="media length"):
-        Item("k", 1, MAX_POSITION)
+    assert Item("k", 1, 2**31 - 2).stop == 2**31 - 1
+    for start, length in [(1, 2**31 - 1), (2**31 - 2, 2)]:
+        with pytest.raises(InvalidArgument, match="media length"):
+            Item("k", start, length)
 
 
 def test_media_may_touch_and_not_overlap() -> None:
@@ -103,6 +105,10 @@ def test_siblings_close_the_gap_that_one_of_them_leaves() -> None:
     assert index.remove(2, oldest) == []
     assert index.remove(1, parent) == [4, 5]
     assert (list(index.nodes()), index._more_blocks) == ([], {})
+
+
+def test_every_block_of_the_largest_pool_has_a_place_and_as_many_roots_have() -> None:
+    assert _PLACE == (2 * MAX_BLOCKS - 1) * _WORDS
 
 
 def test_half_of_the_hash_table_is_empty() -> None:

@@ -423,6 +423,19 @@ def test_lookahead_past_the_end_asks_for_nothing() -> None:
     assert fingerprint(manager) == before
 
 
+@pytest.mark.parametrize("block", [1, 2])
+@pytest.mark.parametrize("bad", [-1, 2**64, 1.5, "1", None])
+def test_what_is_no_hash_is_refused(bad: int, block: int) -> None:
+    """The first block's, or the second's, which the compiled loops ask for."""
+    manager = BlockManager(8, 2, hash_block=lambda tokens, parent: bad if tokens and parent == block else parent + 1)
+    seq = running(manager, 5)
+    before = fingerprint(manager)
+    with pytest.raises(InvalidArgument) as error:
+        manager.commit(seq, 4)
+    assert str(error.value) == f"hash_block returned {bad!r}, must be an integer from 0 to 2**64 - 1"
+    assert fingerprint(manager) == before
+
+
 def test_a_copy_that_was_written_over_leaves_its_child_to_an_older_parent() -> None:
     """Even LRU evicts a parent first, when the parent's newer copy is gone: the child goes with it."""
     manager = BlockManager(6, 2, merge_duplicates=False)

@@ -87,6 +87,7 @@ def test_the_list_of_equivalent_mutants_names_mutants_that_there_are() -> None:
 
 def test_the_result_file_tells_who_survived_and_why() -> None:
     first, second, third = list(mutants("policy", "a = 1\nb = 2\nc = 3\n"))
-    page = page_of([Verdict(second, None), Verdict(first, "unit tests"), Verdict(third, "limits")])
+    page = page_of([Verdict(second, None), Verdict(first, "unit tests"), Verdict(third, "limits")], 61.7, 2)
+    assert "`python -m kvproof.fuzz.mutants --jobs 2`, which took 62 seconds." in page
     assert "| policy | 3 | 1 | 0 | 0 | 0 | 1 | 1 |" in page
     assert "| `policy.module: b = 2 -> b = 3` | 2 | **not explained** |" in page
