@@ -389,26 +389,15 @@ def rewrite(folder: Path, change: Any) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_smollm2() -> None:
+def test_smollm2(smollm2: LlamaForCausalLM) -> None:
     """A real model."""
-    checkpoint = open_checkpoint("smollm2")
-    tokenizer, config = checkpoint.tokenizer(), checkpoint.config
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, head_dim=config.head_size,
-            num_key_value_heads=config.num_kv_heads, max_position_embeddings=config.max_length, eos_token_id=2,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta}, tie_word_embeddings=True,
-            rms_norm_eps=config.rms_norm_eps, attn_implementation="eager",
-        )
-    )  # fmt: skip
-    assert model.load_state_dict(dict(checkpoint.tensors()), strict=False).missing_keys == ["lm_head.weight"]  # tied
+    tokenizer = open_checkpoint("smollm2").tokenizer()
     question = "Answer in one short sentence: what is the "
     texts = ("The capital of France is", "1, 2, 3, 4, 5, 6,", question + "largest planet?", question + "boiling point?")
     asked = [tokenizer.encode(text) for text in texts]
-    expected = [generated(model, prompt) for prompt in asked]
+    expected = [generated(smollm2, prompt) for prompt in asked]
     assert tokenizer.decode(expected[0]).startswith(" Paris")
-    engine = Engine(TransformersRunner(model), num_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=11)
+    engine = Engine(TransformersRunner(smollm2), num_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=11)
     requests = [engine.add(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in asked]
     for _ in engine.run():
         pass

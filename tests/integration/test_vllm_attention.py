@@ -6,10 +6,10 @@ interpreter that has vLLM.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import tomllib
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     PreTrainedConfig,
 )
@@ -34,7 +32,6 @@ from kvproof.backend.models.checkpoint import open_checkpoint
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 1200  # seconds; an engine whose blocks have leaked waits for ever
 
 
 def layers(count: int, shape: tuple[int, int, int, int] = (5, 2, 4, 6)) -> list[Tensor]:
@@ -148,15 +145,7 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
-    python = os.environ.get("KVPROOF_VLLM_PYTHON")
-    if python is None:
-        pytest.skip("KVPROOF_VLLM_PYTHON names no interpreter that has vLLM")
-    return python
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def jobs(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> dict[str, dict[str, Any]]:
     """Of each model: prompts with prefixes in common, in a pool that not all of them fit in."""
     jobs = {}
     for name, config in MODELS.items():
@@ -169,13 +158,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         tokens = [(i * 37) % 120 + 3 for i in range(200)]
         prompts = [tokens[:3], tokens[60:190], *([*tokens[:40], 100 + i, 20 + i] for i in range(12)), tokens[:70]]
         jobs[name] = {"model": str(folder), "waves": [as_vllm_takes(prompts)], "num_gpu_blocks_override": 14}
-    folder = tmp_path_factory.mktemp("smollm2")
-    save_smollm2(folder)
     tokenizer = open_checkpoint("smollm2").tokenizer()
     system = "You are a helpful assistant who answers in one short sentence, and in plain words. " * 2
     texts = [f"{system}What is the {what} of {place}?" for what in QUALITIES for place in PLACES]
     waves = [as_vllm_takes([tokenizer.encode(text) for text in texts])]
-    jobs["smollm2"] = {"model": str(folder), "waves": waves, "num_gpu_blocks_override": 10}
+    jobs["smollm2"] = {"model": str(smollm2_folder), "waves": waves, "num_gpu_blocks_override": 10}
     common = {"max_tokens": 24, "max_model_len": 256, "block_size": 32, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     return {name: job | common for name, job in jobs.items()}
 
@@ -186,22 +173,6 @@ def as_vllm_takes(prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 QUALITIES = ("capital", "largest city", "language", "population", "currency")
 PLACES = ("France", "Japan", "Brazil", "Kenya", "Norway", "the country with the most lakes in the world")
-
-
-def save_smollm2(folder: Path) -> None:
-    checkpoint = open_checkpoint("smollm2")
-    config = checkpoint.config
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, head_dim=config.head_size,
-            num_key_value_heads=config.num_kv_heads, max_position_embeddings=config.max_length, eos_token_id=2,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta}, tie_word_embeddings=True,
-            rms_norm_eps=config.rms_norm_eps, bos_token_id=1,
-        )
-    )  # fmt: skip
-    model.load_state_dict(dict(checkpoint.tensors()), strict=False)
-    model.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -222,24 +193,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def run(
-    python: str, site: Path, tmp_path: Path, jobs: list[dict[str, Any]], **environment: str
-) -> tuple[list[dict[str, Any]], str]:
-    """What each job gave, and vLLM's log."""
-    script, file = Path(__file__).with_name("vllm_generate.py"), tmp_path / "jobs.json"
-    file.write_text(json.dumps(jobs), encoding="utf-8")
-    settings = {"PYTHONPATH": str(site), "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [python, str(script), str(file)],
-        env=os.environ | settings | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
-    return [json.loads(line) for line in lines if line.startswith('{"token_ids"')], done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def generate(vllm_answers: Any, installed: Path) -> Any:
+    return partial(vllm_answers, PYTHONPATH=str(installed), OMP_NUM_THREADS="1")
 
 
 IMPL = "kvproof.backend.integrations.vllm.attention:Impl"
@@ -250,24 +206,19 @@ FAULTS = [
 
 
 @pytest.fixture(scope="module")
-def stock(
-    python: str, installed: Path, jobs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def stock(generate: Any, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """vLLM as it is: without the environment variable, the plugin changes nothing."""
-    folder = tmp_path_factory.mktemp("stock")
-    results, log = run(python, installed, folder, list(jobs.values()), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    results, log = generate(list(jobs.values()), VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert "kvproof's" not in log
     return dict(zip(jobs, results, strict=True))
 
 
 def test_outputs_are_those_of_stock_vllm(
-    python: str, installed: Path, tmp_path: Path, jobs: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
+    generate: Any, jobs: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
 ) -> None:
     """With its stock scheduler: the same tokens, the same hits, and others when our attention is broken."""
     ours = [job | ({"faults": FAULTS} if "windowed" in name else {}) for name, job in jobs.items()]
-    results, log = run(
-        python, installed, tmp_path, ours, VLLM_ENABLE_V1_MULTIPROCESSING="0", KVPROOF_VLLM_ATTENTION="torch"
-    )
+    results, log = generate(ours, VLLM_ENABLE_V1_MULTIPROCESSING="0", KVPROOF_VLLM_ATTENTION="torch")
     broken = [result.pop("broken") for result in results]
     assert results == [{key: value for key, value in right.items() if key != "broken"} for right in stock.values()]
     assert log.count("kvproof's torch backend attends") == 4  # Gemma 2's two kinds of layers have one each
@@ -285,9 +236,7 @@ def test_outputs_are_those_of_stock_vllm(
     ("model", "scheduler", "workers"), [("smollm2", "Scheduler", 1), ("mistral, windowed", "PoolScheduler", 2)]
 )
 def test_manager_and_attention_together_in_processes_of_their_own(
-    python: str,
-    installed: Path,
-    tmp_path: Path,
+    generate: Any,
     jobs: dict[str, dict[str, Any]],
     stock: dict[str, dict[str, Any]],
     model: str,
@@ -296,10 +245,7 @@ def test_manager_and_attention_together_in_processes_of_their_own(
 ) -> None:
     """The plugin is loaded in each, and each of two tensor-parallel workers attends with half of the heads."""
     job = jobs[model] | {"scheduler_cls": f"kvproof.backend.integrations.vllm.{scheduler}"}
-    (result,), log = run(
-        python,
-        installed,
-        tmp_path,
+    (result,), log = generate(
         [job | {"tensor_parallel_size": workers}],
         KVPROOF_VLLM_ATTENTION="torch",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -319,7 +265,7 @@ REFUSED = {
 }
 
 
-def test_what_is_not_supported_is_refused_by_name(python: str, installed: Path) -> None:
+def test_what_is_not_supported_is_refused_by_name(vllm_python: str, installed: Path) -> None:
     code = f"""
 import os
 from kvproof.backend.integrations.vllm import attention_plugin, contract
@@ -341,7 +287,7 @@ for options in {list(REFUSED.values())}:
         print(error)
 """
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([vllm_python, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert "is not among the tested versions 0.1;" in done.stdout, done.stderr[-3000:]
     told = [line for line in done.stdout.splitlines() if line.startswith("kvproof's attention backends do not support")]
     assert len(told) == len(REFUSED)

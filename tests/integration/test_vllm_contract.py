@@ -6,7 +6,6 @@ Sources are read, not imported, so this needs no more than the folder of a vLLM:
 from __future__ import annotations
 
 import ast
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,11 +24,8 @@ OURS = Path(contract.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def installed() -> Path:
-    python = os.environ.get("KVPROOF_VLLM_PYTHON")
-    if not python:
-        pytest.skip("KVPROOF_VLLM_PYTHON names no interpreter that has vLLM")
-    found = subprocess.run([python, "-c", WHERE], capture_output=True, text=True, check=True)
+def installed(vllm_python: str) -> Path:
+    found = subprocess.run([vllm_python, "-c", WHERE], capture_output=True, text=True, check=True)
     return Path(found.stdout.strip())
 
 

