@@ -67,7 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from((1, 2, 3, 4, 16)),
         prefix_caching=st.booleans(),
         max_num_seqs=st.integers(1, 4),
-        extra_budget=st.integers(0, 6),
+        extra_budget=st.integers(0, 16),
     )
     def start(
         self, num_blocks: int, block_size: int, prefix_caching: bool, max_num_seqs: int, extra_budget: int
@@ -88,12 +88,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def checked_schedule(self) -> list[tuple[Request, int]]:
         """What the scheduler says: nobody admitted now begins with a block that one before it fills in this step."""
-        running = {id(request) for request in self.engine.scheduler.running}
+        running = set(self.engine.scheduler.running)
         work, manager = self.schedule(), self.engine.manager
         prefills = sorted((item for item in work if item[1] > 1), key=lambda item: item[0].key)
         for i, (request, _) in enumerate(prefills if manager.prefix_caching else ()):
             end = request.seq.num_computed + manager.block_size  # a hit is of whole blocks
-            if id(request) in running or end >= len(request.seq):
+            if request in running or end >= len(request.seq):
                 continue
             for first, n in prefills[:i]:
                 computed = first.seq.num_computed
@@ -124,6 +124,12 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert fits, "a request was queued that can never finish"
             self.requests.append((request, prompt))
+
+    @rule(beginning=st.lists(st.integers(1, 3), min_size=2, max_size=6), count=st.integers(2, 3))
+    def burst(self, beginning: list[int], count: int) -> None:
+        """Requests that begin alike arrive together."""
+        for last in range(1, count + 1):
+            self.add(0, 0, [*beginning, last], 2, 0)
 
     @rule(steps=st.integers(1, 4))
     def step(self, steps: int) -> None:
@@ -254,9 +260,9 @@ ENGINE_FAULTS = (
         "a burst computes its prefix many times",
         Scheduler,
         "_admissions",
-        "request.key) < request.key",
-        "request.key) != request.key and False",
+        "if computing and",
+        "if False and",
         "no request waits for the block that another one computes",
     ),
 )
-"""Faults of the engine's own that change tokens or leak blocks."""
+"""Faults of the engine's own that change tokens, leak blocks, or compute them twice."""
