@@ -263,10 +263,10 @@ def test_pool_sizes(benchmark: BenchmarkFixture) -> None:
 
     benchmark.pedantic(all_sizes, rounds=ROUNDS)
     figures = Figures(benchmark)
-    for operation, unit in (("admit and release", "block"), ("append", "token"), ("an LRU dict", "key")):
+    compared = (("admit and release", "block", 1.25), ("append", "token", 1.25), ("an LRU dict", "key", None))
+    for operation, unit, aim in compared:
         by_size = times[unit]
         medians = {size: statistics.median(by_size[size]) for size in sizes}
-        aim = None if unit == "key" else 1.25
         figures.over(f"1,000 blocks, {operation}", by_size[sizes[-1]], by_size[sizes[0]], aim=aim)
         figures.curve(
             "Latency against pool size, every block cached", f"{operation}, a {unit}", medians, x="blocks", y="us"
