@@ -26,8 +26,8 @@ LISTS = (
     ("kvproof.fuzz.planted:INDEX_FAULTS", "index"),
     ("kvproof.fuzz.spec.code_faults:MORE_FAULTS", "manager"),
     ("kvproof.fuzz.machines.compat:COMPAT_FAULTS", "compat"),
-    ("kvproof.fuzz.machines.engine:REFUSED_PLANS", "engine"),
-    ("kvproof.fuzz.machines.engine:ENGINE_FAULTS", "engine"),
+    ("kvproof.fuzz.machines.engine_faults:REFUSED_PLANS", "engine"),
+    ("kvproof.fuzz.machines.engine_faults:ENGINE_FAULTS", "engine"),
     ("kvproof.fuzz.conformance.faults:ATTENTION_FAULTS", CONFORMANCE),
 )
 """Where the faults are, and what has to find those of each list: a machine, or the conformance checks."""

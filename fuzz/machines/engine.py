@@ -18,13 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from kvproof.backend.engine import Engine
-from kvproof.backend.engine_backend import EngineBackend
 from kvproof.backend.request import FinishReason, Request, RequestRefused
 from kvproof.backend.runner import Step
 from kvproof.backend.sampling import SamplingParams
-from kvproof.backend.scheduler import Scheduler
-from kvproof.fuzz.conformance.faults import METADATA_FAULTS
-from kvproof.fuzz.planted import Fault
 from kvproof.fuzz.toy import ToyRunner
 
 RUNNER = ToyRunner(max_length=24, eos_token_ids=(0,))
@@ -202,67 +198,3 @@ class EngineMachine(RuleBasedStateMachine):
             event("preempted")
         assert self.engine.manager.num_used == 0
         self.engine.manager.check()
-
-
-def _begin(name: str, old: str, new: str, why: str) -> Fault:
-    return Fault(name, EngineBackend, "begin", old, new, why)
-
-
-PLAN = "backend.plan(plan)"
-
-REFUSED_PLANS = (
-    _begin("slots one too high", PLAN, f"plan.slot_mapping.add_(1); {PLAN}", "slot_mapping, off by one"),
-    _begin("last pages one too short", PLAN, f"plan.kv_last_page_len.sub_(1); {PLAN}", "last_page_len, off by one"),
-    _begin("plan one position on", PLAN, f"plan.positions.add_(1); {PLAN}", "positions, off by one"),
-    _begin("last block one too high", PLAN, f"plan.kv_indices[-1:].add_(1); {PLAN}", "a wrong block in kv_indices"),
-)
-"""An engine that builds a wrong plan: `BatchPlan.validate` refuses each before it can do harm."""
-
-MISREAD_PLANS = tuple(fault for fault in METADATA_FAULTS if fault.backend.name == EngineMachine.attention)
-"""The same behind `validate`: a backend that reads a valid plan wrongly, as nothing but the tokens can tell."""
-
-ENGINE_FAULTS = (
-    _begin(
-        "first block one on",
-        PLAN,
-        "on = chunks[0].seq.num_computed >= self.spec.block_size\n"
-        f"        plan.kv_indices[0].add_(on).remainder_(self.spec.num_blocks); {PLAN}",
-        "a wrong block in kv_indices: where nobody writes it, no rule of the plan can know",
-    ),
-    _begin(
-        "model one position back",
-        "positions=self.attention.positions",
-        "positions=(self.attention.positions - 1).clamp(min=0)",
-        "positions, off by one, where the model embeds them",
-    ),
-    _begin(
-        "no copy on write",
-        "self.attention.copy_blocks(self.manager.take_copies())",
-        "self.manager.take_copies()",
-        "a fork goes on with what its new block held before",
-    ),
-    _begin(
-        "a chunk from the end",
-        "seq.tokens(seq.num_computed, seq.num_computed + n)",
-        "seq.tokens(len(seq) - n, len(seq))",
-        "the second chunk of a prompt is not where the first one ended",
-    ),
-    _begin("logits of the token before", "int(end) - 1", "max(0, int(end) - 2)", "qo_indptr, off by one"),
-    Fault(
-        "preempted with its blocks",
-        Scheduler,
-        "remove",
-        "self.manager.release(request.seq)",
-        "pass",
-        "an aborted or preempted request keeps what it held",
-    ),
-    Fault(
-        "a burst computes its prefix many times",
-        Scheduler,
-        "_admissions",
-        "if computing and",
-        "if False and",
-        "no request waits for the block that another one computes",
-    ),
-)
-"""Faults of the engine's own that change tokens, leak blocks, or compute them twice."""

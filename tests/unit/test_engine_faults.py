@@ -8,7 +8,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvproof.attention import InvalidBatch
 from kvproof.fuzz.conformance.faults import MethodFault
-from kvproof.fuzz.machines.engine import ENGINE_FAULTS, MISREAD_PLANS, REFUSED_PLANS, EngineMachine
+from kvproof.fuzz.machines.engine import EngineMachine
+from kvproof.fuzz.machines.engine_faults import ENGINE_FAULTS, MISREAD_PLANS, REFUSED_PLANS
 from kvproof.fuzz.planted import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
