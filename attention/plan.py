@@ -140,13 +140,13 @@ class BatchPlan:
                     "seq-len", f"row {row} needs {count} blocks for {seq[row]} tokens; its table has {len(table)}"
                 )
             kv_indices += table[:count]
-        indices = np.array(kv_indices, dtype=np.int64)
+        indices = np.frombuffer(kv_indices, dtype=np.int32)  # of all there is here, only these grow with the context
         qo_indptr, kv_indptr = _indptr(query), _indptr(blocks)
         positions, slots = tokens(qo_indptr, kv_indptr, indices, seq, block_size)
         return cls(
             qo_indptr=_tensor(qo_indptr),
             kv_indptr=_tensor(kv_indptr),
-            kv_indices=_tensor(indices),
+            kv_indices=torch.from_numpy(indices),
             kv_last_page_len=_tensor(seq - np.maximum(blocks - 1, 0) * block_size),
             slot_mapping=_tensor(slots),
             positions=_tensor(positions),
@@ -184,9 +184,10 @@ class BatchPlan:
         """Raise `InvalidBatch`, naming rule, row and value, unless every rule above holds for a cache of `spec`."""
         for name in ARRAYS:
             check_storage(name, getattr(self, name))
-        qo_indptr, kv_indptr, indices, last, slots, positions, seq = (
-            getattr(self, name).numpy().astype(np.int64) for name in ARRAYS
+        qo_indptr, kv_indptr, last, slots, positions, seq = (
+            getattr(self, name).numpy().astype(np.int64) for name in ARRAYS if name != "kv_indices"
         )
+        indices = self.kv_indices.numpy()
         rows = len(seq)
         if not len(qo_indptr) == len(kv_indptr) == len(last) + 1 == rows + 1:
             raise InvalidBatch(
@@ -205,8 +206,8 @@ class BatchPlan:
             raise InvalidBatch("indices-length", f"kv_indptr ends at {kv_indptr[-1]}; kv_indices has {len(indices)}")
         if (slots_named := len(indices) * spec.block_size) >= 2**32:  # kernels number a batch's tokens in 32 bits
             raise InvalidBatch("indices-length", f"kv_indices names {slots_named} slots; there must be below {2**32}")
-        if (bad := (indices < 0) | (indices >= spec.num_blocks)).any():
-            row, at = locate(bad, kv_indptr)
+        if indices.view(np.uint32).max(initial=0) >= spec.num_blocks:  # a negative one looks very large
+            row, at = locate((indices < 0) | (indices >= spec.num_blocks), kv_indptr)
             raise InvalidBatch(
                 "block-range", f"row {row} names block {indices[at]}; the cache has blocks 0 to {spec.num_blocks - 1}"
             )

@@ -1,4 +1,7 @@
-"""The rules of `BatchPlan`, on its arrays as int64: each function raises `InvalidBatch` with the rule's name."""
+"""The rules of `BatchPlan`, on its arrays as int64: each function raises `InvalidBatch` with the rule's name.
+
+`kv_indices` alone is looked at as it is, int32: it has an entry for every block of every row, at every step.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ from kvproof.allocator import NULL_BLOCK
 from kvproof.attention.errors import InvalidBatch
 
 Ints = NDArray[np.int64]
+Blocks = NDArray[np.int32]
 
 
-def tokens(qo_indptr: Ints, kv_indptr: Ints, indices: Ints, seq: Ints, block_size: int) -> tuple[Ints, Ints]:
+def tokens(qo_indptr: Ints, kv_indptr: Ints, indices: Blocks, seq: Ints, block_size: int) -> tuple[Ints, Ints]:
     """Position and slot of every query token."""
     query = qo_indptr[1:] - qo_indptr[:-1]
     positions = np.arange(qo_indptr[-1]) + np.repeat(seq - qo_indptr[1:], query)
     block, offset = np.divmod(positions, block_size)
-    return positions, indices[np.repeat(kv_indptr[:-1], query) + block] * block_size + offset
+    blocks = indices[np.repeat(kv_indptr[:-1], query) + block].astype(np.int64)
+    return positions, blocks * block_size + offset
 
 
 def check_storage(name: str, tensor: Tensor) -> None:
@@ -82,7 +87,7 @@ def check_rows(query: Ints, seq: Ints) -> int:
     return num_decodes
 
 
-def check_ownership(kv_indptr: Ints, indices: Ints, blocks: Ints, first_written: Ints, hidden: Ints) -> None:
+def check_ownership(kv_indptr: Ints, indices: Blocks, blocks: Ints, first_written: Ints, hidden: Ints) -> None:
     """A row names a block once, and only it names the blocks it writes: those from its first_written on.
 
     Of the first `hidden` blocks of a row, which its window has left, those that are the null block do not count.
@@ -102,7 +107,7 @@ def check_ownership(kv_indptr: Ints, indices: Ints, blocks: Ints, first_written:
         several &= ~left
     indices, row_of, written = indices[several], row_of[several], written[several]
     # One sort brings every block's users together; a written block's neighbour is another user of it.
-    users = np.sort((indices * rows + row_of) * 2 + written)
+    users = np.sort((indices.astype(np.int64) * rows + row_of) * 2 + written)
     user, writes = users >> 1, users & 1
     if (bad := user[1:] == user[:-1]).any():
         block, row = divmod(int(user[bad.argmax()]), rows)
@@ -117,19 +122,17 @@ def check_ownership(kv_indptr: Ints, indices: Ints, blocks: Ints, first_written:
         )
 
 
-def named_more_than_once(indices: Ints) -> NDArray[np.bool_]:
+def named_more_than_once(indices: Blocks) -> NDArray[np.bool_]:
     """Which entries name a block that another one names as well. Usually none do, which takes no sorting to see."""
-    entries = np.arange(len(indices), dtype=np.int32)
-    last = np.empty(indices.max(initial=-1) + 1, dtype=np.int32)  # entry of each block; those not named have any
-    last[indices] = entries
-    again: NDArray[np.bool_] = last[indices] != entries
-    if again.any():
-        last[indices[again]] = -1
-        again = last[indices] == -1
-    return again
+    at = indices.astype(np.intp)  # as it would be converted at each use
+    named = np.zeros(at.max(initial=-1) + 1, dtype=np.bool_)
+    named[at] = True
+    if np.count_nonzero(named) == len(at):
+        return np.zeros(len(at), dtype=np.bool_)
+    return np.bincount(at)[at] > 1
 
 
-def check_padding(num_padding: int, num_decodes: int, kv_indptr: Ints, indices: Ints, seq: Ints) -> None:
+def check_padding(num_padding: int, num_decodes: int, kv_indptr: Ints, indices: Blocks, seq: Ints) -> None:
     """The last num_padding rows hold one token, of the null block, and no other row names it."""
     live = len(seq) - num_padding
     if live < 0 or num_padding < 0 or num_decodes != len(seq):
