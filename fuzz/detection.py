@@ -1,35 +1,31 @@
-"""How often the random machines find each planted fault: the same hunt from many seeds, up to the first failure each.
-
-Where a machine finds a fault after `m` examples in the median, it misses it in `n` about once in 2 ** (n / m) times. So
-`FEW` seeds are enough where each of them found it and the median is below a tenth of what is allowed; the others get
-all of them.
-"""
+"""How often the random machines find each planted fault: the same hunt from many seeds, each to its first failure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from shlex import quote
 from statistics import median
 from typing import Any
 
 from kvproof.fuzz.catalogue import fault_named
-from kvproof.fuzz.hunt import Sighting, sight, workers
+from kvproof.fuzz.hunt import Sighting, explored, sight, workers
 from kvproof.fuzz.plan import Engine, Plan
 
-FEW = 20
 REQUIRED = 0.95
 """The share of seeds from which a fault has to be found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What came of looking for one fault from the seeds 0, 1, ...; `scope` is where the explorer finds it."""
+    """What came of looking for one fault from the seeds 0, 1, ..., and once by the explorer where that can find it."""
 
     fault: str
-    finder: str
-    scope: str | None
+    finder: str | None
     sightings: tuple[Sighting, ...]
+    scope: str | None
+    explorer: Sighting | None
 
     @property
     def found(self) -> int:
@@ -42,55 +38,62 @@ class Rate:
 
     @property
     def suffices(self) -> bool:
-        return self.found >= REQUIRED * len(self.sightings)
+        by_explorer = self.explorer is None or self.explorer.found
+        return by_explorer and self.found >= REQUIRED * len(self.sightings)
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "found": self.found, "median": median(self.examples), "suffices": self.suffices}
+        middle = median(self.examples) if self.sightings else None
+        return {**asdict(self), "found": self.found, "median": middle, "suffices": self.suffices}
 
 
 def rates(
     faults: Iterable[str], *, seeds: int, examples: int, jobs: int = 1, engine: Engine = "hypothesis"
 ) -> Iterator[Rate]:
-    """The rate of each fault that is looked for at random, in their order. Raises `WorkerCrashed`."""
+    """The rate of each fault, in their order. Raises `WorkerCrashed`."""
     plan = Plan(machines=(), examples=examples, jobs=jobs, engine=engine)
     with workers(plan) as ask, ThreadPoolExecutor(jobs) as threads:
 
-        def rate(fault: str) -> Rate | None:
-            planted = fault_named(fault)
-            if planted.finder is None:
-                return None
-            sightings: list[Sighting] = []
-            for seed in range(seeds):
-                if seed == FEW and _settled(sightings, examples):
-                    break
-                sightings.append(sight(ask, fault, planted.finder, replace(plan, seed=seed)))
-            scope = None if planted.hunt is None else planted.hunt.scope
-            return Rate(fault, planted.finder, scope, tuple(sightings))
+        def rate(fault: str) -> Rate:
+            scope, by_explorer = explored(ask, fault)
+            finder = fault_named(fault).finder
+            tries = range(seeds if finder is not None else 0)
+            sightings = tuple(sight(ask, fault, finder or "", replace(plan, seed=seed)) for seed in tries)
+            return Rate(fault, finder, sightings, scope, by_explorer)
 
-        yield from filter(None, threads.map(rate, faults))
+        yield from threads.map(rate, faults)
 
 
-def _settled(sightings: Sequence[Sighting], examples: int) -> bool:
-    amounts = [sighting.amount for sighting in sightings]
-    return all(sighting.found for sighting in sightings) and median(amounts) <= examples / 10
-
-
-def page_of(rated: Sequence[Rate], examples: int) -> str:
-    """The result file, Markdown, the slowest to be found first."""
-    enough = sum(rate.suffices for rate in rated)
+def page_of(rated: Sequence[Rate], *, planted: str, seeds: int, examples: int) -> str:
+    """The result file of `--planted` and `--seeds`, Markdown, the slowest to be found first."""
+    tries = [sighting for rate in rated for sighting in rate.sightings]
+    found, enough = sum(sighting.found for sighting in tries), sum(rate.suffices for rate in rated)
+    columns = "fault", "found by", "of seeds", "examples, median", "most", "seconds, most", "scope", "transitions", "s"
     lines = [
         "# How often planted faults are found",
         "",
-        "Written by `kvproof fuzz --planted all --seeds N`. Each fault was looked for from the seeds 0, 1, ... with at",
-        f"most {examples:,} examples each: from all N if one of the first {FEW} missed it or took over a tenth of that",
-        f"in the median, else from {FEW}. {enough} of {len(rated)} faults were found from {REQUIRED:.0%} of them.",
+        f"Written by `kvproof fuzz --planted {quote(planted)} --seeds {seeds}`. Each fault was looked for from seeds",
+        f"0 to {seeds - 1}, each time up to the first failure and for at most {examples:,} examples; and once by the",
+        f"explorer, where one of its scopes can show it. {found:,} of {len(tries):,} searches found theirs.",
+        f"{enough} of {len(rated)} faults were found from {REQUIRED:.0%} of their seeds or more, and by the explorer.",
         "",
-        "| fault | found by | seeds | found | median | most | explorer, scope |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| {' | '.join(columns)} |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
-    lines += [
-        f"| {rate.fault} | {rate.finder} | {len(rate.sightings)} | {rate.found} | {median(rate.examples):,.0f} "
-        f"| {rate.examples[-1]:,} | {rate.scope or ''} |"
-        for rate in sorted(rated, key=lambda rate: (-median(rate.examples), rate.fault))
-    ]
+    by_amount = sorted(rated, key=lambda rate: (-median(rate.examples or [0]), rate.fault))
+    lines += [f"| {' | '.join((rate.fault, *_at_random(rate), *_explored(rate)))} |" for rate in by_amount]
     return "\n".join(lines) + "\n"
+
+
+def _at_random(rate: Rate) -> tuple[str, ...]:
+    if rate.finder is None:
+        return ("",) * 5
+    amounts, slowest = rate.examples, max(sighting.seconds for sighting in rate.sightings)
+    of_seeds = f"{rate.found} of {len(amounts)}"
+    return rate.finder, of_seeds, f"{median(amounts):,.0f}", f"{amounts[-1]:,}", f"{slowest:.1f}"
+
+
+def _explored(rate: Rate) -> tuple[str, ...]:
+    if rate.explorer is None:
+        return ("",) * 3
+    transitions = f"{rate.explorer.amount:,}" if rate.explorer.found else "MISSED"
+    return rate.scope or "", transitions, f"{rate.explorer.seconds:.1f}"

@@ -96,14 +96,18 @@ def hunt(
 
 def _find(ask: Ask, name: str, plan: Plan) -> Find:
     planted = fault_named(name)
-    scope, by_explorer, by_finder = None, None, None
-    if planted.hunt is not None:
-        scope = planted.hunt.scope
-        answer = ask(("explore", {"scope": scope, "hash": planted.hunt.hash, "fault": name}))
-        by_explorer = Sighting(answer["transitions"], round(answer["seconds"], 2), answer["violation"])
-    if planted.finder is not None:
-        by_finder = sight(ask, name, planted.finder, plan)
+    scope, by_explorer = explored(ask, name)
+    by_finder = None if planted.finder is None else sight(ask, name, planted.finder, plan)
     return Find(name, planted.fault.why, planted.finder, by_finder, scope, by_explorer)
+
+
+def explored(ask: Ask, fault: str) -> tuple[str | None, Sighting | None]:
+    """The scope in which the explorer finds a fault, and what it saw there; two Nones where no scope can show it."""
+    hunt = fault_named(fault).hunt
+    if hunt is None:
+        return None, None
+    answer = ask(("explore", {"scope": hunt.scope, "hash": hunt.hash, "fault": fault}))
+    return hunt.scope, Sighting(answer["transitions"], round(answer["seconds"], 2), answer["violation"])
 
 
 def sight(ask: Ask, fault: str, finder: str, plan: Plan) -> Sighting:

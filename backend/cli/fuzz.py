@@ -205,7 +205,7 @@ def _rates(args: argparse.Namespace) -> int:
     faults, examples = _faults(args.planted), args.examples or 3000
     found = rates(faults, seeds=args.seeds, examples=examples, jobs=args.jobs, engine=args.engine)
     rated = list(_shown(found, len(faults)))
-    page = page_of(rated, examples)
+    page = page_of(rated, planted=args.planted, seeds=args.seeds, examples=examples)
     write_report(args.report, {"detection.md": page})
     print(json.dumps([rate.as_json() for rate in rated], indent=1) if args.json else page)
     return 0 if all(rate.suffices for rate in rated) else 1

@@ -92,7 +92,7 @@ PREFIX_FAULTS = (
         BlockManager,
         "sequence",
         "checked_media(media)",
-        "tuple(MediaItem(m.key, 0, 1) for m in media)",
+        "tuple(MediaItem(m.key, 0, 1) for m in checked_media(media))",
         "the same image at another offset (vllm#36708)",
     ),
 )

@@ -17,6 +17,7 @@ import pytest
 from kvproof.cli import main
 from kvproof.fuzz.campaign import Campaign, Result
 from kvproof.fuzz.catalogue import catalogue, fault_named
+from kvproof.fuzz.detection import page_of as rates_page
 from kvproof.fuzz.detection import rates
 from kvproof.fuzz.hunt import hunt
 from kvproof.fuzz.page import page_of
@@ -327,14 +328,19 @@ def test_rates_tell_from_how_many_seeds_a_fault_is_found(tmp_path: Path, capsys:
     amounts = sorted(sighting["amount"] for sighting in rate["sightings"])
     assert (rate["found"], len(amounts), rate["median"]) == (5, 5, amounts[2])
     assert len(set(amounts)) > 1  # each seed draws others
-    row = f"| take is not atomic | pool | 5 | 5 | {amounts[2]} | {amounts[4]} |  |"
-    assert row in (tmp_path / "detection.md").read_text()
+    page = (tmp_path / "detection.md").read_text()
+    assert "`kvproof fuzz --planted 'take is not atomic' --seeds 5`" in page
+    assert f"| take is not atomic | pool | 5 of 5 | {amounts[2]} | {amounts[4]} |" in page
     assert main([*argv, "--examples", "1"]) == 1
-    assert "| take is not atomic | pool | 5 | 0 | 1 | 1 |  |" in capsys.readouterr().out
+    assert "| take is not atomic | pool | 0 of 5 | 1 | 1 |" in capsys.readouterr().out
 
 
-def test_a_fault_that_is_found_at_once_is_not_looked_for_from_every_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproof.fuzz.detection.FEW", 2)
-    (quick,) = rates(["take is not atomic"], seeds=4, examples=3000)
-    (slow,) = rates(["take is not atomic"], seeds=4, examples=10)
-    assert (len(quick.sightings), len(slow.sightings)) == (2, 4)
+def test_rates_tell_what_the_explorer_finds() -> None:
+    both, alone = rates(["exact fit refused", "take is not atomic"], seeds=2, examples=3000)
+    assert both.explorer is not None
+    assert both.explorer.found
+    assert both.scope in rates_page([both], planted="all", seeds=2, examples=3000)
+    assert alone.explorer is None
+    missed = replace(both, explorer=replace(both.explorer, error=None))
+    assert (both.suffices, missed.suffices) == (True, False)
+    assert f"| {both.scope} | MISSED |" in rates_page([missed], planted="all", seeds=2, examples=3000)
