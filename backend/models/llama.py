@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvproof.attention import DType
+from kvproof.attention.large_pages import LargePages
 from kvproof.backend.models.checkpoint import Checkpoint
 from kvproof.backend.models.config import ModelConfig
-from kvproof.backend.models.layers import add_rms_norm, rotate, silu_mul
-from kvproof.backend.models.linear import Linear
+from kvproof.backend.models.layers import add_rms_norm, rotate
+from kvproof.backend.models.linear import Projection, gated_linear, linear
 from kvproof.backend.runner import ModelSpec, Step
 
 
@@ -26,12 +27,12 @@ class Layer:
     """One decoder layer's weights, with projections of the same input fused."""
 
     attention_norm: Tensor
-    qkv: Linear
+    qkv: Projection
     qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_size]
-    output: Linear
+    output: Projection
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Projection
+    down: Projection
 
 
 class LlamaRunner:
@@ -78,9 +79,11 @@ class LlamaRunner:
         self._eps = config.rms_norm_eps
         self._embedding = embedding
         self._frequencies = _rotary_frequencies(config).to(embedding.device)
-        self._layers = [_layer(config, index, weights) for index in range(config.num_layers)]
+        memory = LargePages()
+        self._layers = [_layer(config, index, weights, memory) for index in range(config.num_layers)]
         self._norm = weights.pop("model.norm.weight")
-        self._head = Linear.packed(embedding if config.tie_word_embeddings else weights.pop("lm_head.weight"))
+        head = embedding if config.tie_word_embeddings else weights.pop("lm_head.weight")
+        self._head = linear(head, None, memory)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
@@ -91,7 +94,7 @@ class LlamaRunner:
         for index, layer in enumerate(self._layers):
             q, k, v = self._qkv(layer, add_rms_norm(x, delta, layer.attention_norm, self._eps), cos, sin)
             delta = layer.output(step.attention(index, q, k, v).flatten(1))
-            delta = layer.down(silu_mul(layer.gate_up(add_rms_norm(x, delta, layer.mlp_norm, self._eps))))
+            delta = layer.down(layer.gate_up(add_rms_norm(x, delta, layer.mlp_norm, self._eps)))
         rows = step.logits_rows
         return self._head(add_rms_norm(x[rows], None if delta is None else delta[rows], self._norm, self._eps))
 
@@ -120,7 +123,7 @@ def _rotary_frequencies(config: ModelConfig) -> Tensor:
     return frequencies / torch.tensor(config.rope_factors) if config.rope_factors else frequencies
 
 
-def _layer(config: ModelConfig, index: int, weights: dict[str, Tensor]) -> Layer:
+def _layer(config: ModelConfig, index: int, weights: dict[str, Tensor], memory: LargePages) -> Layer:
     def take(*names: str, kind: str = "weight") -> Tensor:
         parts = [weights.pop(f"model.layers.{index}.{name}.{kind}") for name in names]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -133,10 +136,10 @@ def _layer(config: ModelConfig, index: int, weights: dict[str, Tensor]) -> Layer
         qk_norm = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)
     return Layer(
         attention_norm=take("input_layernorm"),
-        qkv=Linear.packed(take(*qkv), take(*qkv, kind="bias") if config.qkv_bias else None),
+        qkv=linear(take(*qkv), take(*qkv, kind="bias") if config.qkv_bias else None, memory),
         qk_norm=qk_norm,
-        output=Linear.packed(take(output), take(output, kind="bias") if config.output_bias else None),
+        output=linear(take(output), take(output, kind="bias") if config.output_bias else None, memory),
         mlp_norm=take("post_attention_layernorm"),
-        gate_up=Linear.packed(take("mlp.gate_proj", "mlp.up_proj")),
-        down=Linear.packed(take(down)),
+        gate_up=gated_linear(take("mlp.gate_proj"), take("mlp.up_proj"), memory),
+        down=linear(take(down), None, memory),
     )
