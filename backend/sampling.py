@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from math import gcd
 from random import Random
 from typing import Annotated
 
@@ -36,11 +37,26 @@ def sample(logits: Tensor, params: Seq[SamplingParams], rngs: Seq[Random]) -> li
     A row's result depends on that row alone, and a sampled row takes exactly one number from its source: a request
     draws the same tokens whatever else is in its batch.
     """
-    tokens: list[int] = logits.max(dim=-1).indices.tolist()  # the first largest, as argmax, and faster on a CPU
+    tokens: list[int] = first_largest(logits).tolist()
     for row, (param, rng) in enumerate(zip(params, rngs, strict=True)):
         if param.temperature > 0:
             tokens[row] = _draw(logits[row].double(), param, rng.random())
     return tokens
+
+
+def first_largest(logits: Tensor) -> Tensor:
+    """`logits.argmax(dim=-1)` of [R, vocab].
+
+    On a CPU that looks at one element after the other. A maximum is a vector's work: so the largest block of a row is
+    found first, and then the place in it.
+    """
+    rows, vocab = logits.shape
+    block = gcd(vocab, 256)
+    if logits.device.type != "cpu" or block < 16:
+        return logits.argmax(dim=-1)
+    blocks = logits.reshape(rows, vocab // block, block)
+    largest = blocks.amax(dim=-1).argmax(dim=-1)
+    return largest * block + blocks[torch.arange(rows), largest].argmax(dim=-1)
 
 
 def _draw(logits: Tensor, params: SamplingParams, u: float) -> int:

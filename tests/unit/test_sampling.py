@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproof.allocator import InvalidArgument
-from kvproof.backend.sampling import NUCLEUS_GUESS, SamplingParams, sample
+from kvproof.backend.sampling import NUCLEUS_GUESS, SamplingParams, first_largest, sample
 
 PROBS = (0.5, 0.25, 0.15, 0.07, 0.03)
 LOGITS = torch.tensor([PROBS]).log()
@@ -26,6 +26,22 @@ def draws(n: int = 4000, logits: torch.Tensor = LOGITS, **params: object) -> Cou
 def test_greedy_takes_the_first_largest() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
     assert sample(logits, [SamplingParams()] * 2, [Random(0)] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 16, 250, 256, 768, 49152])
+def test_the_first_largest_is_argmax(vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = [
+        torch.randn(vocab),
+        torch.randint(3, (vocab,)).float(),
+        torch.zeros(vocab),
+        torch.full((vocab,), -torch.inf),
+    ]
+    logits = torch.stack([*rows, *rows]).to(dtype)
+    logits[4:, vocab // 2] = float("nan")  # which is the largest, wherever it is
+    assert torch.equal(first_largest(logits), logits.argmax(dim=-1))
+    assert first_largest(logits[:0]).shape == (0,)
 
 
 def test_frequencies_follow_the_distribution() -> None:
