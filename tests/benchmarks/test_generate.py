@@ -1,4 +1,4 @@
-"""Our engine end to end on SmolLM2, bfloat16, beside transformers, vLLM and the model's bare matrix products.
+"""Our engine end to end on SmolLM2, bfloat16, beside transformers, vLLM, PyTorch's bare products and a bare read.
 
 All take turns in one run, so that a machine that slows down slows down for all of them. vLLM runs in the interpreter
 that KVPROOF_VLLM_PYTHON names, with as many threads as torch has here; it is stopped while it is not its turn.
@@ -21,6 +21,7 @@ from serving import Conversations, conversations, converse
 from smollm2 import gguf_file
 from torch.nn.functional import linear
 
+from kvproof.attention.large_pages import ask_for_large_pages
 from kvproof.backend import ModelRunner
 from kvproof.backend.llm import load_runner
 from kvproof.backend.models.checkpoint import ModelConfig, open_checkpoint
@@ -33,7 +34,7 @@ ROUNDS = 1 if QUICK else 3
 Result = dict[str, Any]
 Contender = Callable[[Conversations], Result]
 BATCHES = [1, 2, 4, 8, 16, 32, 64]
-PRODUCTS = "bare products"
+PRODUCTS, READ = "bare products", "bare read"
 
 
 @cache
@@ -44,7 +45,7 @@ def model() -> tuple[ModelConfig, ModelRunner]:
 
 
 def bare_products(rows: int) -> Contender:
-    """The matrix products of as many decode steps and nothing else: what no engine can do without."""
+    """The matrix products of as many decode steps, by PyTorch, and nothing else."""
     config = model()[0]
     q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -63,6 +64,26 @@ def bare_products(rows: int) -> Contender:
         return {"seconds": sum(steps), "decode_step": statistics.median(steps)}
 
     return products
+
+
+def bare_read() -> Contender:
+    """Each weight once in a decode step: what no engine can do without, whoever multiplies."""
+    config = model()[0]
+    q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+    weights = torch.empty((config.num_layers * layer + config.vocab_size * config.hidden_size) // 4, dtype=torch.int64)
+    ask_for_large_pages(weights)
+    weights.fill_(1)
+
+    def reads(work: Conversations) -> Result:
+        steps = []
+        for _ in range(work["max_tokens"]):
+            started = time.perf_counter()
+            weights.sum()
+            steps.append(time.perf_counter() - started)
+        return {"seconds": sum(steps), "decode_step": statistics.median(steps)}
+
+    return reads
 
 
 def transformers_turn(peer: Any, work: Conversations) -> Result:
@@ -108,7 +129,7 @@ def report(figures: Figures, results: dict[str, list[Result]], vllm: Any, aims: 
     seconds = {name: [turn["seconds"] for turn in turns] for name, turns in results.items()}
     for name, taken in seconds.items():
         figures.note(**{f"{name}_tokens_per_second": round(tokens / statistics.median(taken), 1)})
-        if name not in ("ours", PRODUCTS):
+        if name not in ("ours", PRODUCTS, READ):
             figures.times(name, taken, seconds["ours"], aim=aims.get(name))
     servers = {name: turns for name, turns in results.items() if "first" in turns[0]}
     waits = {name: [statistics.median(turn["first"]) for turn in turns] for name, turns in servers.items()}
@@ -126,12 +147,14 @@ def report(figures: Figures, results: dict[str, list[Result]], vllm: Any, aims: 
 
 @pytest.mark.benchmark(group="generate: 32 sequences of 32 prompt tokens, bfloat16; the time is of the whole contest")
 def test_generate(benchmark: BenchmarkFixture, vllm_engine: Any, transformers_model: Any) -> None:
-    sides = {PRODUCTS: bare_products(NUM_SEQS), **contenders(vllm_engine, transformers_model)}
+    limits = {PRODUCTS: bare_products(NUM_SEQS), READ: bare_read()}
+    sides = {**limits, **contenders(vllm_engine, transformers_model)}
     works = [conversations(NUM_SEQS, PROMPT_TOKENS, NEW_TOKENS, seed=i) for i in range(ROUNDS + 1)]
     results = benchmark.pedantic(contest, args=(sides, works), rounds=1)
     figures = Figures(benchmark)
-    steps = {name: [turn["decode_step"] for turn in results[name]] for name in ("ours", PRODUCTS)}
+    steps = {name: [turn["decode_step"] for turn in results[name]] for name in ("ours", *limits)}
     figures.over(f"{PRODUCTS}, a decode step", steps["ours"], steps[PRODUCTS], aim=1.7)
+    figures.over(f"{READ}, a decode step", steps["ours"], steps[READ])
     figures.note(**{f"{name}_decode_step_ms": round(statistics.median(t) * 1e3, 1) for name, t in steps.items()})
     if not PEERS:
         figures.absent("transformers", NOT_ASKED_FOR)
@@ -170,7 +193,7 @@ def test_batches(benchmark: BenchmarkFixture, vllm_engine: Any, transformers_mod
             seconds = {name: [turn["seconds"] for turn in turns] for name, turns in results.items()}
             for name, taken in seconds.items():
                 rates.setdefault(name, {})[batch] = batch * 32 / statistics.median(taken)
-                if name not in ("ours", PRODUCTS):
+                if name not in ("ours", PRODUCTS, READ):
                     figures.times(f"{name}, batch of {batch}", taken, seconds["ours"])
 
     benchmark.pedantic(all_batches, rounds=1)
