@@ -30,15 +30,15 @@ def num_threads() -> int:
     return torch.get_num_threads() if os.getpid() == _process else 1
 
 
-def built(source: Path) -> Path:
-    """The library made from a C file, which may include `vectors.h`.
+def built(source: Path, *included: Path) -> Path:
+    """The library made from a C file, which may include `vectors.h` and those beside it that are named.
 
     Raises `OSError` or `SubprocessError`, which say in one line why there is none.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise OSError("there is no C compiler, neither cc nor gcc")
-    text, openmp = source.read_bytes() + HEADER.read_bytes(), _openmp()
+    text, openmp = [file.read_bytes() for file in (source, *included, HEADER)], _openmp()
     version = _call([compiler, "--version"])
     key = hashlib.sha256(repr((text, compiler, version, FLAGS, openmp, _processor())).encode()).hexdigest()
     folder = _own_folder()

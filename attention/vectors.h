@@ -1,5 +1,7 @@
 /* Vectors of float32 as wide as the processor's, and how elements of any type get into them and out. */
 
+#pragma once
+
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -59,41 +59,56 @@ INLINE void silu_mul(const int dtype, int size, const char *gate, const char *up
     }
 }
 
-/* ---- what Python calls ---- */
-
-/* A loop's body is a function to the compiler when threads share it out: it is there that the type must be known. */
-#define EACH_ROW(threads, dtype, call_for) \
-    _Pragma("omp parallel for num_threads(threads) if (threads > 1)") \
+/* A loop's body is a function to the compiler when threads share it out: it is there that the type must be known. Outside
+   of a parallel region, one thread does all of it. */
+#define EACH_ROW(dtype, call_for) \
+    _Pragma("omp for") \
     for (int r = 0; r < rows; r++) { \
         if (dtype == FLOAT32) call_for(FLOAT32); \
         if (dtype == BFLOAT16) call_for(BFLOAT16); \
         if (dtype == FLOAT16) call_for(FLOAT16); \
     }
 
+static void add_rms_norms(int dtype, int rows, int size, char *x, const char *delta, const char *weight, float eps, char *out) {
+    const size_t row = size * width(dtype);
+#define CALL(dtype) add_rms_norm(dtype, size, x + r * row, delta ? delta + r * row : NULL, weight, eps, out + r * row)
+    EACH_ROW(dtype, CALL)
+#undef CALL
+}
+
+static void rotate_heads(int dtype, int rows, int heads, int turned, int size, char *x, const char *cos, const char *sin) {
+    const size_t head = size * width(dtype);
+#define CALL(dtype) \
+    for (int h = 0; h < turned; h++) \
+        rotate(dtype, size / 2, x + (r * (size_t)heads + h) * head, cos + r * head, sin + r * head)
+    EACH_ROW(dtype, CALL)
+#undef CALL
+}
+
+static void silu_muls(int dtype, int rows, int size, const char *gate_up, char *out) {
+    const size_t row = size * width(dtype);
+#define CALL(dtype) silu_mul(dtype, size, gate_up + 2 * r * row, gate_up + (2 * r + 1) * row, out + r * row)
+    EACH_ROW(dtype, CALL)
+#undef CALL
+}
+
+/* ---- what Python calls ---- */
+
+#define SHARED _Pragma("omp parallel num_threads(threads) if (threads > 1)")
+
 /* x, delta and out [rows, size], weight [size]. */
 void kvproof_add_rms_norm(int dtype, int threads, int rows, int size, char *x, const char *delta, const char *weight,
                           float eps, char *out) {
-    const size_t row = size * width(dtype);
-#define CALL(dtype) add_rms_norm(dtype, size, x + r * row, delta ? delta + r * row : NULL, weight, eps, out + r * row)
-    EACH_ROW(threads, dtype, CALL)
-#undef CALL
+    SHARED add_rms_norms(dtype, rows, size, x, delta, weight, eps, out);
 }
 
 /* The first `turned` heads of x [rows, heads, size]; cos and sin [rows, size]. */
 void kvproof_rotate(int dtype, int threads, int rows, int heads, int turned, int size, char *x, const char *cos,
                     const char *sin) {
-    const size_t head = size * width(dtype);
-#define CALL(dtype) \
-    for (int h = 0; h < turned; h++) \
-        rotate(dtype, size / 2, x + (r * (size_t)heads + h) * head, cos + r * head, sin + r * head)
-    EACH_ROW(threads, dtype, CALL)
-#undef CALL
+    SHARED rotate_heads(dtype, rows, heads, turned, size, x, cos, sin);
 }
 
 /* gate_up [rows, 2 * size], a row's gates before its ups; out [rows, size]. */
 void kvproof_silu_mul(int dtype, int threads, int rows, int size, const char *gate_up, char *out) {
-    const size_t row = size * width(dtype);
-#define CALL(dtype) silu_mul(dtype, size, gate_up + 2 * r * row, gate_up + (2 * r + 1) * row, out + r * row)
-    EACH_ROW(threads, dtype, CALL)
-#undef CALL
+    SHARED silu_muls(dtype, rows, size, gate_up, out);
 }

@@ -8,6 +8,7 @@
 #include "vectors.h"
 
 #if defined __AMX_BF16__ && defined __AVX512F__ && defined __linux__
+#define HAVE_TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -111,15 +112,11 @@ INLINE void multiply(const int two, int rows, const Weight *w, int panel, const 
     }
 }
 
-/* ---- what Python calls ---- */
-
-/* Whether this process may use the unit: the system gives it to those who ask. */
-int kvproof_may_use_tiles(void) { return syscall(SYS_arch_prctl, ALLOW, TILE_DATA) == 0; }
-
-/* y [rows, outputs], or [rows, outputs / 2] if gated, of x [rows, inputs], whose rows are `stride` bytes apart. */
-void kvproof_linear(const Weight *w, int threads, int rows, const char *x, size_t stride, uint16_t *y) {
+/* y [rows, outputs], or [rows, outputs / 2] if gated, of x [rows, inputs], whose rows are `stride` bytes apart: by the
+   `threads` of a parallel region. */
+static void project(const Weight *w, int threads, int rows, const char *x, size_t stride, uint16_t *y) {
     const int panels = w->outputs / PANEL, results = w->gated ? w->outputs / 2 : w->outputs;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+#pragma omp for schedule(static)
     for (int part = 0; part < threads; part++) {
         const int end = (int64_t)panels * (part + 1) / threads;
         int configured = 0;
@@ -137,6 +134,16 @@ void kvproof_linear(const Weight *w, int threads, int rows, const char *x, size_
         }
         if (configured) _tile_release();
     }
+}
+
+/* ---- what Python calls ---- */
+
+/* Whether this process may use the unit: the system gives it to those who ask. */
+int kvproof_may_use_tiles(void) { return syscall(SYS_arch_prctl, ALLOW, TILE_DATA) == 0; }
+
+void kvproof_linear(const Weight *w, int threads, int rows, const char *x, size_t stride, uint16_t *y) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    project(w, threads, rows, x, stride, y);
 }
 #else
 int kvproof_may_use_tiles(void) { return 0; }

@@ -56,7 +56,9 @@ def gated_linear(gate: Tensor, up: Tensor, memory: LargePages) -> Projection:
     return lambda x: silu_mul(projection(x))
 
 
-class _Weight(ctypes.Structure):
+class TiledWeight(ctypes.Structure):
+    """`Weight` of linear.c."""
+
     _fields_ = [
         *((name, c_int) for name in ("inputs", "outputs", "gated")),
         *((name, c_void_p) for name in ("panels", "bias")),
@@ -83,8 +85,8 @@ class TiledLinear:
         )
         self._bias = bias if bias is None else bias.contiguous()
         bias_at = None if self._bias is None else self._bias.data_ptr()
-        self._weight = _Weight(self._inputs, outputs, gated, self._panels.data_ptr(), bias_at)
-        self._most_threads = 1 + weight.nbytes // THREAD_BYTES
+        self.weight = TiledWeight(self._inputs, outputs, gated, self._panels.data_ptr(), bias_at)
+        self.most_threads = 1 + weight.nbytes // THREAD_BYTES
 
     def __call__(self, x: Tensor) -> Tensor:
         """Raises `InvalidArgument` unless x is [T, in], bfloat16 on the CPU: other memory would be read."""
@@ -95,8 +97,8 @@ class TiledLinear:
             x = x.contiguous()
         rows = x.shape[0]
         y = x.new_empty((rows, self._results))
-        threads = min(native.num_threads(), self._most_threads)
-        self._call(self._weight, threads, rows, x.data_ptr(), x.stride(0) * 2, y.data_ptr())
+        threads = min(native.num_threads(), self.most_threads)
+        self._call(self.weight, threads, rows, x.data_ptr(), x.stride(0) * 2, y.data_ptr())
         return y
 
 
@@ -116,7 +118,7 @@ def _tiles() -> ctypes.CDLL | None:
         return None
     if not library.kvproof_may_use_tiles():
         return None
-    library.kvproof_linear.argtypes = [POINTER(_Weight), c_int, c_int, c_void_p, c_size_t, c_void_p]
+    library.kvproof_linear.argtypes = [POINTER(TiledWeight), c_int, c_int, c_void_p, c_size_t, c_void_p]
     library.kvproof_linear.restype = None
     return library
 

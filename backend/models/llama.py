@@ -6,7 +6,6 @@ The formulas, and where they round, are those of transformers' `LlamaForCausalLM
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self, cast
 
 import torch
@@ -17,22 +16,10 @@ from kvproof.attention import DType
 from kvproof.attention.large_pages import LargePages
 from kvproof.backend.models.checkpoint import Checkpoint
 from kvproof.backend.models.config import ModelConfig
-from kvproof.backend.models.layers import add_rms_norm, rotate
-from kvproof.backend.models.linear import Projection, gated_linear, linear
+from kvproof.backend.models.decoder import CompiledDecoder, Decoder, Layer, Shape
+from kvproof.backend.models.layers import add_rms_norm
+from kvproof.backend.models.linear import gated_linear, linear
 from kvproof.backend.runner import ModelSpec, Step
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer's weights, with projections of the same input fused."""
-
-    attention_norm: Tensor
-    qkv: Projection
-    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_size]
-    output: Projection
-    mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
 
 
 class LlamaRunner:
@@ -80,7 +67,9 @@ class LlamaRunner:
         self._embedding = embedding
         self._frequencies = _rotary_frequencies(config).to(embedding.device)
         memory = LargePages()
-        self._layers = [_layer(config, index, weights, memory) for index in range(config.num_layers)]
+        layers = [_layer(config, index, weights, memory) for index in range(config.num_layers)]
+        shape = Shape(config.num_heads, config.num_kv_heads, config.head_size, config.rms_norm_eps)
+        self._decoder = (CompiledDecoder if CompiledDecoder.can_run(layers) else Decoder)(layers, shape)
         self._norm = weights.pop("model.norm.weight")
         head = embedding if config.tie_word_embeddings else weights.pop("lm_head.weight")
         self._head = linear(head, None, memory)
@@ -90,23 +79,9 @@ class LlamaRunner:
         """Logits [R, vocab_size] of `step.logits_rows`, in the model's dtype."""
         cos, sin = self._rotation(step.positions)
         x = F.embedding(step.token_ids, self._embedding)
-        delta = None
-        for index, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, add_rms_norm(x, delta, layer.attention_norm, self._eps), cos, sin)
-            delta = layer.output(step.attention(index, q, k, v).flatten(1))
-            delta = layer.down(layer.gate_up(add_rms_norm(x, delta, layer.mlp_norm, self._eps)))
+        delta = self._decoder(x, cos, sin, step.attention)
         rows = step.logits_rows
         return self._head(add_rms_norm(x[rows], None if delta is None else delta[rows], self._norm, self._eps))
-
-    def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, num_heads, head_size] and k, v [T, num_kv_heads, head_size], with q and k rotated."""
-        heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_size
-        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, size)
-        if layer.qk_norm is not None:
-            qk = qkv[:, : heads + kv_heads]
-            qk.copy_(F.rms_norm(qk, (size,), eps=self._eps) * layer.qk_norm)
-        rotate(qkv, heads + kv_heads, cos, sin)
-        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Factors [T, head_size] of a head and of the head with its halves swapped. The second is negative where it

@@ -145,7 +145,7 @@ def test_nothing_is_written_behind_the_last_result(rows: int, gated: bool) -> No
     assert library is not None
     projection, x = TiledLinear(library, drawn(96, 64), None, MEMORY, gated=gated), drawn(rows, 64)
     y = torch.full((rows * (48 if gated else 96) + 1000,), 7.0, dtype=torch.bfloat16)
-    projection._call(projection._weight, 1, rows, x.data_ptr(), x.stride(0) * 2, y.data_ptr())
+    projection._call(projection.weight, 1, rows, x.data_ptr(), x.stride(0) * 2, y.data_ptr())
     assert torch.equal(y[:-1000].view(rows, -1), projection(x))
     assert (y[-1000:] == 7).all()
 

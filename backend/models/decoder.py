@@ -1,0 +1,160 @@
+"""A decoder's layers, around the attention between them: one operation after the other, or each half layer in one call.
+
+A decode step of a small model is hundreds of operations of microseconds each, and to call them takes as long again.
+Where all projections are on the matrix unit, what comes before attention and what comes after it are compiled
+(`decoder.c`), of the same parts and with the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_float, c_int, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from subprocess import SubprocessError
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvproof.allocator import InvalidArgument
+from kvproof.attention import native
+from kvproof.backend.models.layers import add_rms_norm, rotate
+from kvproof.backend.models.linear import Projection, TiledLinear, TiledWeight
+
+SOURCE = Path(__file__).with_name("decoder.c")
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`Step.attention`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer's weights, with projections of the same input fused."""
+
+    attention_norm: Tensor
+    qkv: Projection
+    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_size]
+    output: Projection
+    mlp_norm: Tensor
+    gate_up: Projection  # silu(gate) * up
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    eps: float
+
+
+class Decoder:
+    """All layers of a decoder, operation by operation."""
+
+    def __init__(self, layers: Sequence[Layer], shape: Shape) -> None:
+        self._layers, self._shape = layers, shape
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor | None:
+        """Go through the layers with x [T, hidden], in place. Returns what is still to be added to it.
+
+        `cos` and `sin` are those of `rotate`.
+        """
+        shape, delta = self._shape, None
+        rotated = shape.num_heads + shape.num_kv_heads
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(add_rms_norm(x, delta, layer.attention_norm, shape.eps))
+            heads = qkv.view(len(x), rotated + shape.num_kv_heads, shape.head_size)
+            if layer.qk_norm is not None:
+                qk = heads[:, :rotated]
+                qk.copy_(F.rms_norm(qk, (shape.head_size,), eps=shape.eps) * layer.qk_norm)
+            rotate(heads, rotated, cos, sin)
+            delta = layer.output(attention(index, *_split(heads, shape)).flatten(1))
+            delta = layer.down(layer.gate_up(add_rms_norm(x, delta, layer.mlp_norm, shape.eps)))
+        return delta
+
+
+def _split(heads: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, num_heads, head_size], and k and v [T, num_kv_heads, head_size]."""
+    rotated = shape.num_heads + shape.num_kv_heads
+    return heads[:, : shape.num_heads], heads[:, shape.num_heads : rotated], heads[:, rotated:]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm")),
+        *((name, TiledWeight) for name in ("qkv", "output", "gate_up", "down")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int) for name in ("threads", "rows", "hidden", "heads", "turned", "head_size", "inner")),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("cos", "sin", "x", "normed", "qkv", "gated", "delta")),
+    ]
+
+
+class CompiledDecoder:
+    """The same in two calls a layer, where `can_run` says so."""
+
+    @staticmethod
+    def can_run(layers: Sequence[Layer]) -> bool:
+        tiled = all(layer.qk_norm is None and len(_tiled(layer)) == 4 for layer in layers)
+        return tiled and bool(layers) and _load() is not None
+
+    def __init__(self, layers: Sequence[Layer], shape: Shape) -> None:
+        library = _load()
+        if library is None:
+            raise RuntimeError("there is no compiled decoder: see can_run")
+        self._before, self._after = library.kvproof_before_attention, library.kvproof_after_attention
+        self._layers, self._shape = layers, shape  # whose memory is pointed to
+        self._structures = [_structure(layer) for layer in layers]
+        self._inner: int = self._structures[0].down.inputs
+        self._most_threads = max(it.most_threads for it in _tiled(layers[0]))
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor | None:
+        shape, (rows, hidden) = self._shape, x.shape
+        num_heads = shape.num_heads + 2 * shape.num_kv_heads
+        heads = x.new_empty((rows, num_heads, shape.head_size))
+        normed, delta, gated = torch.empty_like(x), torch.empty_like(x), x.new_empty((rows, self._inner))
+        step = _Step(
+            min(native.num_threads(), self._most_threads),
+            *(rows, hidden, num_heads, shape.num_heads + shape.num_kv_heads, shape.head_size, self._inner, shape.eps),
+            *(tensor.data_ptr() for tensor in (cos, sin, x, normed, heads, gated, delta)),
+        )
+        q, k, v = _split(heads, shape)
+        for index, layer in enumerate(self._structures):
+            self._before(layer, step, index == 0)
+            attended = attention(index, q, k, v).contiguous()
+            if attended.shape != q.shape or attended.dtype != x.dtype or attended.device != x.device:
+                given = f"{attended.dtype} {list(attended.shape)} on {attended.device}"
+                raise InvalidArgument(f"attention returned {given}; it must be {x.dtype} {list(q.shape)} on {x.device}")
+            self._after(layer, step, attended.data_ptr())
+        return delta
+
+
+def _tiled(layer: Layer) -> list[TiledLinear]:
+    """Its projections that are on the matrix unit, in their order."""
+    projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    return [it for it in projections if isinstance(it, TiledLinear)]
+
+
+def _structure(layer: Layer) -> _Layer:
+    norms = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
+    return _Layer(*norms, *(it.weight for it in _tiled(layer)))
+
+
+@cache
+def _load() -> ctypes.CDLL | None:
+    try:
+        parts = SOURCE.with_name("layers.c"), SOURCE.with_name("linear.c")
+        library = ctypes.CDLL(str(native.built(SOURCE, *parts)))
+        for function, last in ((library.kvproof_before_attention, c_int), (library.kvproof_after_attention, c_void_p)):
+            function.argtypes = [POINTER(_Layer), POINTER(_Step), last]
+            function.restype = None
+    except (OSError, SubprocessError, AttributeError):  # the last where the processor has no matrix unit
+        return None
+    return library
