@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     StateMachineMeta,
 )
 
+from kvproof.fuzz import watchdog
 from kvproof.fuzz.abstract import digest
 
 NUM_SLOWEST = 5
@@ -63,6 +64,7 @@ def counted(
         tally.examples += not tally.failed
         steps.clear()
         started = perf_counter()
+        watchdog.start()
 
     def finish(self: Any) -> None:
         try:
@@ -72,6 +74,8 @@ def counted(
         except Exception:
             tally.failed = True
             raise
+        finally:
+            watchdog.stop()
         if not tally.failed:
             tally.add_time(perf_counter() - started, steps)
 

@@ -31,6 +31,9 @@ class Failure:
     confirmed: bool
 
 
+LONGEST = 120
+"""Seconds after which a test that still runs is taken for one that never ends."""
+
 RUN_PLAINLY = "import runpy, sys; [f() for n, f in runpy.run_path(sys.argv[1]).items() if n.startswith('test_')]"
 
 MACHINE_TEST = '''\
@@ -135,7 +138,10 @@ def fails(file: Path) -> bool:
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     plain = ["-c", RUN_PLAINLY, str(file)]
     command = [sys.executable, *(plain if find_spec("pytest") is None else pytest)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 1
+    try:
+        return subprocess.run(command, capture_output=True, check=False, timeout=LONGEST).returncode == 1
+    except subprocess.TimeoutExpired:  # what it found was that it never ends
+        return True
 
 
 def replay_actions(scope: str, hash: str, actions: list[tuple[str, tuple[object, ...]]]) -> None:

@@ -335,6 +335,13 @@ def test_rates_tell_from_how_many_seeds_a_fault_is_found(tmp_path: Path, capsys:
     assert "| take is not atomic | pool | 0 of 5 | 1 | 1 |" in capsys.readouterr().out
 
 
+def test_a_fault_that_is_found_at_once_is_not_looked_for_from_every_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproof.fuzz.detection.FEW", 2)
+    (quick,) = rates(["take is not atomic"], seeds=4, examples=3000)
+    (slow,) = rates(["take is not atomic"], seeds=4, examples=10)
+    assert (len(quick.sightings), len(slow.sightings)) == (2, 4)
+
+
 def test_rates_tell_what_the_explorer_finds() -> None:
     both, alone = rates(["exact fit refused", "take is not atomic"], seeds=2, examples=3000)
     assert both.explorer is not None
