@@ -45,7 +45,7 @@ class Rate:
     @property
     def suffices(self) -> bool:
         by_explorer = self.explorer is None or self.explorer.found
-        return by_explorer and self.found >= REQUIRED * len(self.sightings)
+        return bool(self.sightings or self.explorer) and by_explorer and self.found >= REQUIRED * len(self.sightings)
 
     def as_json(self) -> dict[str, Any]:
         middle = median(self.examples) if self.sightings else None
@@ -82,12 +82,14 @@ def page_of(rated: Sequence[Rate], *, planted: str, seeds: int, examples: int) -
     tries = [sighting for rate in rated for sighting in rate.sightings]
     found, enough = sum(sighting.found for sighting in tries), sum(rate.suffices for rate in rated)
     columns = "fault", "found by", "of seeds", "examples, median", "most", "seconds, most", "scope", "transitions", "s"
+    odds = f"within {examples // 10:,}: one in a thousand misses it then."
+    few = f"{FEW} seeds had to do where each found it, in the median {odds}"
     lines = [
         "# How often planted faults are found",
         "",
         f"Written by `kvproof fuzz --planted {quote(planted)} --seeds {seeds}`. Each fault was looked for from seeds",
-        f"0 to {seeds - 1}, up to the first failure and for at most {examples:,} examples each time. {FEW} seeds",
-        f"had to do where each found it, in the median within {examples // 10:,}: one in a thousand misses it then.",
+        f"0 to {seeds - 1}, up to the first failure and for at most {examples:,} examples each time.",
+        *([few] if seeds > FEW else []),
         "The explorer looked for it once, where one of its scopes can show it.",
         f"{found:,} of {len(tries):,} searches found theirs. {enough} of {len(rated)} faults were found as often as",
         f"they have to be, from {REQUIRED:.0%} of their seeds, and by the explorer.",

@@ -17,6 +17,7 @@ from kvproof.fuzz.explore import HASHES, Explorer
 from kvproof.fuzz.plan import Plan
 from kvproof.fuzz.rounds import machine_of
 from kvproof.fuzz.spec.scopes import Graph, scope_named
+from kvproof.fuzz.watchdog import NeverEnds
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +131,22 @@ def failures_of(plan: Plan, result: Result, folder: Path, command: str) -> list[
 
 
 def _failure(found_by: str, error: str, steps: list[str], file: Path) -> Failure:
-    return Failure(found_by, error, steps, str(file), f"python -m pytest {file}", fails(file))
+    failed = fails(file, endless=error.startswith(NeverEnds.__name__))
+    return Failure(found_by, error, steps, str(file), f"python -m pytest {file}", failed)
 
 
-def fails(file: Path) -> bool:
-    """Whether the test in `file` fails when it is run alone: by pytest if that is installed, else as a function."""
+def fails(file: Path, *, endless: bool = False) -> bool:
+    """Whether the test in `file` fails when it is run alone: by pytest if that is installed, else as a function.
+
+    `endless` is whether it fails by never ending.
+    """
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     plain = ["-c", RUN_PLAINLY, str(file)]
     command = [sys.executable, *(plain if find_spec("pytest") is None else pytest)]
     try:
         return subprocess.run(command, capture_output=True, check=False, timeout=LONGEST).returncode == 1
-    except subprocess.TimeoutExpired:  # what it found was that it never ends
-        return True
+    except subprocess.TimeoutExpired:
+        return endless
 
 
 def replay_actions(scope: str, hash: str, actions: list[tuple[str, tuple[object, ...]]]) -> None:

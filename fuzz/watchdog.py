@@ -16,14 +16,24 @@ class NeverEnds(Exception):
     """The example that runs has taken longer than `LIMIT`."""
 
 
+_is_watching = False
+
+
 def start() -> None:
-    """From now on `NeverEnds` is raised when the time is up: in the main thread, and where there are such signals."""
+    """From now on `NeverEnds` is raised when the time is up: in the main thread, and where there are such signals.
+
+    It interrupts Python, not what is compiled; and code that catches every exception may take it for one of its own.
+    """
+    global _is_watching
     if _can_watch():
+        _is_watching = True
         signal.signal(signal.SIGALRM, _ring)
         signal.setitimer(signal.ITIMER_REAL, LIMIT, AGAIN)
 
 
 def stop() -> None:
+    global _is_watching
+    _is_watching = False  # from here on a signal that is under way means nothing
     if _can_watch():
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -33,4 +43,5 @@ def _can_watch() -> bool:
 
 
 def _ring(number: int, frame: FrameType | None) -> None:
-    raise NeverEnds(f"the example has not ended after {LIMIT:g} s; its last step is still running")
+    if _is_watching:
+        raise NeverEnds(f"the example has not ended after {LIMIT:g} s; its last step is still running")

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvproof.allocator import InvalidArgument
 from kvproof.attention import native
 from kvproof.backend.models.layers import add_rms_norm, rotate
-from kvproof.backend.models.linear import Projection, TiledLinear, TiledWeight
+from kvproof.backend.models.linear import Projection, TiledLinear, TiledWeight, tiles
 
 SOURCE = Path(__file__).with_name("decoder.c")
 
@@ -101,9 +101,8 @@ class CompiledDecoder:
     """The same in two calls a layer, where `can_run` says so."""
 
     @staticmethod
-    def can_run(layers: Sequence[Layer]) -> bool:
-        tiled = all(layer.qk_norm is None and len(_tiled(layer)) == 4 for layer in layers)
-        return tiled and bool(layers) and _load() is not None
+    def can_run(layers: Sequence[Layer], shape: Shape) -> bool:
+        return bool(layers) and all(_fits(layer, layers[0], shape) for layer in layers) and _load() is not None
 
     def __init__(self, layers: Sequence[Layer], shape: Shape) -> None:
         library = _load()
@@ -116,7 +115,11 @@ class CompiledDecoder:
         self._most_threads = max(it.most_threads for it in _tiled(layers[0]))
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor | None:
-        shape, (rows, hidden) = self._shape, x.shape
+        shape, rows, hidden = self._shape, len(x), self._structures[0].qkv.inputs
+        shapes = [x.shape, cos.shape, sin.shape]
+        if shapes != [(rows, hidden), *[(rows, shape.head_size)] * 2] or not all(map(_is_plain, (x, cos, sin))):
+            expected = f"contiguous bfloat16 on the CPU, x of {hidden} elements and the others of {shape.head_size}"
+            raise InvalidArgument(f"x, cos and sin are {shapes}; they must be {expected}")
         num_heads = shape.num_heads + 2 * shape.num_kv_heads
         heads = x.new_empty((rows, num_heads, shape.head_size))
         normed, delta, gated = torch.empty_like(x), torch.empty_like(x), x.new_empty((rows, self._inner))
@@ -142,6 +145,23 @@ def _tiled(layer: Layer) -> list[TiledLinear]:
     return [it for it in projections if isinstance(it, TiledLinear)]
 
 
+def _fits(layer: Layer, first: Layer, shape: Shape) -> bool:
+    """Whether a layer's weights are of the sizes that the compiled code takes them to be."""
+    tiled, of_first = _tiled(layer), _tiled(first)
+    if layer.qk_norm is not None or len(tiled) < 4 or len(of_first) < 4:
+        return False
+    hidden, inner = of_first[0].weight.inputs, of_first[3].weight.inputs
+    q, qkv = (n * shape.head_size for n in (shape.num_heads, shape.num_heads + 2 * shape.num_kv_heads))
+    sizes = [(it.weight.inputs, it.weight.outputs, bool(it.weight.gated)) for it in tiled]
+    right = [(hidden, qkv, False), (q, hidden, False), (hidden, 2 * inner, True), (inner, hidden, False)]
+    norms = (layer.attention_norm, layer.mlp_norm)
+    return sizes == right and all(norm.shape == (hidden,) and _is_plain(norm) for norm in norms)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
 def _structure(layer: Layer) -> _Layer:
     norms = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
     return _Layer(*norms, *(it.weight for it in _tiled(layer)))
@@ -149,12 +169,14 @@ def _structure(layer: Layer) -> _Layer:
 
 @cache
 def _load() -> ctypes.CDLL | None:
+    if tiles() is None:
+        return None
     try:
         parts = SOURCE.with_name("layers.c"), SOURCE.with_name("linear.c")
         library = ctypes.CDLL(str(native.built(SOURCE, *parts)))
         for function, last in ((library.kvproof_before_attention, c_int), (library.kvproof_after_attention, c_void_p)):
             function.argtypes = [POINTER(_Layer), POINTER(_Step), last]
             function.restype = None
-    except (OSError, SubprocessError, AttributeError):  # the last where the processor has no matrix unit
+    except (OSError, SubprocessError):
         return None
     return library

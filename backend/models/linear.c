@@ -120,6 +120,7 @@ static void project(const Weight *w, int threads, int rows, const char *x, size_
     for (int part = 0; part < threads; part++) {
         const int end = (int64_t)panels * (part + 1) / threads;
         int configured = 0;
+        __asm__ volatile("" : : : "memory"); /* GCC does not know that tiles are loaded from memory: x was just written */
         for (int group = (int64_t)panels * part / threads; group < end; group += GROUP) {
             for (int r = 0; r < rows; r += ROWS) {
                 const int n = rows - r < ROWS ? rows - r : ROWS;

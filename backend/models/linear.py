@@ -38,8 +38,8 @@ Projection = Callable[[Tensor], Tensor]
 
 def linear(weight: Tensor, bias: Tensor | None, memory: LargePages) -> Projection:
     """x @ weight.T + bias, for many calls. A weight that is laid out anew lies in `memory`."""
-    library = _tiles()
-    if library is not None and _fits_tiles(weight):
+    library = tiles()
+    if library is not None and _fits_tiles(weight, bias):
         return TiledLinear(library, weight, bias, memory)
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _can_pack():
         return partial(_packed_linear, torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS), bias)
@@ -48,7 +48,7 @@ def linear(weight: Tensor, bias: Tensor | None, memory: LargePages) -> Projectio
 
 def gated_linear(gate: Tensor, up: Tensor, memory: LargePages) -> Projection:
     """silu(x @ gate.T) * (x @ up.T), for many calls."""
-    library, both = _tiles(), torch.stack((gate, up))
+    library, both = tiles(), torch.stack((gate, up))
     if library is not None and _fits_tiles(gate):
         panels = both.view(2, -1, TILE, gate.shape[1]).transpose(0, 1)  # of 16 gates and their 16 ups each
         return TiledLinear(library, panels.reshape(-1, gate.shape[1]), None, memory, gated=True)
@@ -102,13 +102,15 @@ class TiledLinear:
         return y
 
 
-def _fits_tiles(weight: Tensor) -> bool:
+def _fits_tiles(weight: Tensor, bias: Tensor | None = None) -> bool:
     whole = weight.shape[0] % (2 * TILE) == 0 and weight.shape[1] % DEPTH == 0
+    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
+        return False
     return whole and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 @cache
-def _tiles() -> ctypes.CDLL | None:
+def tiles() -> ctypes.CDLL | None:
     """The compiled library, where the processor has the unit and the system lets this process use it."""
     if os.environ.get("KVPROOF_NO_KERNEL") == "1":
         return None

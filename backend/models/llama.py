@@ -69,7 +69,7 @@ class LlamaRunner:
         memory = LargePages()
         layers = [_layer(config, index, weights, memory) for index in range(config.num_layers)]
         shape = Shape(config.num_heads, config.num_kv_heads, config.head_size, config.rms_norm_eps)
-        self._decoder = (CompiledDecoder if CompiledDecoder.can_run(layers) else Decoder)(layers, shape)
+        self._decoder = (CompiledDecoder if CompiledDecoder.can_run(layers, shape) else Decoder)(layers, shape)
         self._norm = weights.pop("model.norm.weight")
         head = embedding if config.tie_word_embeddings else weights.pop("lm_head.weight")
         self._head = linear(head, None, memory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def compiled(some: list[Layer]) -> CompiledDecoder:
-    if not CompiledDecoder.can_run(some):
+    if not CompiledDecoder.can_run(some, SHAPE):
         pytest.skip("no matrix unit, or no compiler")
     return CompiledDecoder(some, SHAPE)
 
@@ -90,7 +92,32 @@ def test_what_it_can_not_run() -> None:
     some = layers()
     normed = Layer(*(getattr(some[0], name) if name != "qk_norm" else drawn(6, 32) for name in Layer.__slots__))
     for others in ([], [*some, normed], layers(dtype=torch.float32)):
-        assert not CompiledDecoder.can_run(others)
+        assert not CompiledDecoder.can_run(others, SHAPE)
+
+
+def test_sizes_that_do_not_fit_are_not_run() -> None:
+    """The compiled code would write over the end of what is there."""
+    some = layers()
+    if not CompiledDecoder.can_run(some, SHAPE):
+        pytest.skip("no matrix unit, or no compiler")
+    for field, wrong in (
+        ("qkv", linear(drawn(512, HIDDEN), None, LargePages())),
+        ("output", linear(drawn(HIDDEN, 64), None, LargePages())),
+        ("gate_up", linear(drawn(2 * INNER, HIDDEN), None, LargePages())),  # not gated
+        ("down", linear(drawn(HIDDEN, 64), None, LargePages())),
+        ("mlp_norm", drawn(HIDDEN, dtype=torch.float32)),
+    ):
+        assert not CompiledDecoder.can_run([*some, replace(some[0], **{field: wrong})], SHAPE)
+    assert not CompiledDecoder.can_run(some, replace(SHAPE, num_kv_heads=1))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_rows_that_do_not_fit_are_refused(which: int) -> None:
+    good = [drawn(5, HIDDEN), drawn(5, SHAPE.head_size), drawn(5, SHAPE.head_size)]
+    decoder = compiled(layers())
+    for wrong in (good[which].float(), good[which][:, :-1], good[which].T.contiguous().T):
+        with pytest.raises(InvalidArgument, match=r"^x, cos and sin are "):
+            decoder(*[wrong if i == which else it for i, it in enumerate(good)], attention)
 
 
 def test_no_layers() -> None:

@@ -17,19 +17,19 @@ from kvproof.backend.models.linear import TiledLinear, gated_linear, linear
 
 MEMORY = LargePages()
 ROWS = [0, 1, 16, 17, 32, 33, 150]
-needs_tiles = pytest.mark.skipif(linear_module._tiles() is None, reason="no matrix unit, or no compiler")
+needs_tiles = pytest.mark.skipif(linear_module.tiles() is None, reason="no matrix unit, or no compiler")
 
 
 @pytest.fixture(params=["tiles", "packed", "operators"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How bfloat16 projections are computed."""
     name: str = request.param
-    if name == "tiles" and linear_module._tiles() is None:
+    if name == "tiles" and linear_module.tiles() is None:
         pytest.skip("no matrix unit, or no compiler")
     if name == "packed" and not linear_module._can_pack():
         pytest.skip("oneDNN does not pack here")
     if name != "tiles":
-        monkeypatch.setattr(linear_module, "_tiles", lambda: None)
+        monkeypatch.setattr(linear_module, "tiles", lambda: None)
     if name == "operators":
         monkeypatch.setattr(linear_module, "_can_pack", lambda: False)
     return name
@@ -141,7 +141,7 @@ def test_nothing_is_read_behind_the_last_row(rows: int) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 17, 33])
 def test_nothing_is_written_behind_the_last_result(rows: int, gated: bool) -> None:
-    library = linear_module._tiles()
+    library = linear_module.tiles()
     assert library is not None
     projection, x = TiledLinear(library, drawn(96, 64), None, MEMORY, gated=gated), drawn(rows, 64)
     y = torch.full((rows * (48 if gated else 96) + 1000,), 7.0, dtype=torch.bfloat16)
@@ -168,7 +168,7 @@ def test_other_types(dtype: torch.dtype) -> None:
 
 def test_without_the_kernels_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPROOF_NO_KERNEL", "1")
-    assert linear_module._tiles.__wrapped__() is None
+    assert linear_module.tiles.__wrapped__() is None
 
 
 def test_operators_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
