@@ -56,7 +56,7 @@ def test_a_fault_of_backend_or_allocator_is_noticed(fault: Fault | MethodFault) 
         OnTheReference if isinstance(fault, MethodFault) and fault.owner is ReferenceAttention else AttentionMachine
     )
     with fault.planted(), pytest.raises(Exception) as noticed:
-        run(machine, 300)
+        run(machine, 3000)
     assert not isinstance(noticed.value, (NameError, AttributeError, TypeError))  # the fault itself does not run
 
 
@@ -85,7 +85,7 @@ def test_a_rule_that_is_not_enforced_is_noticed(name: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(BatchPlan, "validate", all_but_one)
     with pytest.raises(AssertionError, match=f"^a plan that breaks {name} is accepted"):
-        run(BatchMachine, 300)
+        run(BatchMachine, 3000)
 
 
 @pytest.mark.usefixtures("capsys")

@@ -76,7 +76,7 @@ test_toy_runner = runner_checks(ToyRunner(), examples=20)
 @pytest.mark.parametrize("fault", ATTENTION_FAULTS, ids=str)
 def test_a_planted_fault_is_noticed_by_its_check(fault: MethodFault) -> None:
     with fault.planted():
-        result = outcome(fault.backend, fault.noticed_by.__name__.replace("_", " "), examples=200, shrink=False)
+        result = outcome(fault.backend, fault.noticed_by.__name__.replace("_", " "), examples=3000, shrink=False)
     assert result.error is not None
     assert not isinstance(result.error, (NameError, AttributeError, TypeError))  # the fault itself does not run
     assert result.examples <= 200

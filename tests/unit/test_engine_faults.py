@@ -26,7 +26,7 @@ def run(examples: int) -> None:
 @pytest.mark.parametrize("fault", [*MISREAD_PLANS, *ENGINE_FAULTS], ids=str)
 def test_a_fault_is_noticed(fault: Fault | MethodFault) -> None:
     with fault.planted(), pytest.raises(Exception) as noticed:
-        run(200)
+        run(3000)
     assert not isinstance(noticed.value, (NameError, AttributeError, TypeError))  # the fault itself does not run
 
 
@@ -34,7 +34,7 @@ def test_a_fault_is_noticed(fault: Fault | MethodFault) -> None:
 @pytest.mark.parametrize("fault", REFUSED_PLANS, ids=str)
 def test_a_wrong_plan_is_refused_before_it_can_do_harm(fault: Fault) -> None:
     with fault.planted(), pytest.raises(InvalidBatch):
-        run(200)
+        run(3000)
 
 
 def test_without_a_fault_it_is_quiet() -> None:
