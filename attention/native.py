@@ -7,6 +7,7 @@ of its own to the same cores. Such threads do not survive a fork, so a forked ch
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
@@ -53,6 +54,19 @@ def built(source: Path, *included: Path) -> Path:
             linked.write_bytes(content + hashlib.sha256(content).digest())
             linked.replace(library)
     return library
+
+
+def loaded(source: Path, *included: Path) -> ctypes.CDLL | None:
+    """The library of `built`; None where it can't be had, or where `KVPROOF_NO_KERNEL=1` says to do without.
+
+    It tells nothing: the attention kernel, which fails for the same reason, does.
+    """
+    if os.environ.get("KVPROOF_NO_KERNEL") == "1":
+        return None
+    try:
+        return ctypes.CDLL(str(built(source, *included)))
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _is_intact(library: Path) -> bool:

@@ -162,6 +162,12 @@ INLINE vec exponential(vec x) {
     return choose(x != x, x, choose(x < -87.0f, fill(0), result));
 }
 
+/* x / (1 + e^-x). */
+INLINE vec silu(vec x) {
+    const vec e = exponential(choose(x > 0, -x, x));
+    return x * choose(x > 0, fill(1), e) / (1 + e);
+}
+
 /* tanh x (as in Cephes' tanhf), to a few units in the last place; NaN for NaN. */
 INLINE vec hyperbolic_tangent(vec x) {
     vec square = x * x, e = exponential(choose(x > 0, -2 * x, 2 * x)), large = (1 - e) / (1 + e);

@@ -63,10 +63,10 @@ def rates(
             scope, by_explorer = explored(ask, fault)
             finder = fault_named(fault).finder
             sightings: list[Sighting] = []
-            for seed in range(seeds if finder is not None else 0):
-                if seed == FEW and _settled(sightings, examples):
+            for seed in range(seeds):
+                if finder is None or (seed == FEW and _settled(sightings, examples)):
                     break
-                sightings.append(sight(ask, fault, finder or "", replace(plan, seed=seed)))
+                sightings.append(sight(ask, fault, finder, replace(plan, seed=seed)))
             return Rate(fault, finder, tuple(sightings), scope, by_explorer)
 
         yield from threads.map(rate, faults)

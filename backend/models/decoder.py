@@ -13,7 +13,6 @@ from ctypes import POINTER, c_float, c_int, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from subprocess import SubprocessError
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,9 @@ from torch import Tensor
 
 from kvproof.allocator import InvalidArgument
 from kvproof.attention import native
+from kvproof.backend.models.layers import SOURCE as LAYERS
 from kvproof.backend.models.layers import add_rms_norm, rotate
+from kvproof.backend.models.linear import SOURCE as LINEAR
 from kvproof.backend.models.linear import Projection, TiledLinear, TiledWeight, tiles
 
 SOURCE = Path(__file__).with_name("decoder.c")
@@ -169,14 +170,10 @@ def _structure(layer: Layer) -> _Layer:
 
 @cache
 def _load() -> ctypes.CDLL | None:
-    if tiles() is None:
+    library = native.loaded(SOURCE, LAYERS, LINEAR)
+    if library is None or tiles() is None:
         return None
-    try:
-        parts = SOURCE.with_name("layers.c"), SOURCE.with_name("linear.c")
-        library = ctypes.CDLL(str(native.built(SOURCE, *parts)))
-        for function, last in ((library.kvproof_before_attention, c_int), (library.kvproof_after_attention, c_void_p)):
-            function.argtypes = [POINTER(_Layer), POINTER(_Step), last]
-            function.restype = None
-    except (OSError, SubprocessError):
-        return None
+    for function, last in ((library.kvproof_before_attention, c_int), (library.kvproof_after_attention, c_void_p)):
+        function.argtypes = [POINTER(_Layer), POINTER(_Step), last]
+        function.restype = None
     return library

@@ -45,16 +45,13 @@ INLINE void rotate(const int dtype, int half, char *head, const char *cos, const
     }
 }
 
-/* out = silu(gate) * up, where silu(x) = x / (1 + e^-x). */
+/* out = silu(gate) * up. */
 INLINE void silu_mul(const int dtype, int size, const char *gate, const char *up, char *out) {
     vec x[2], y[2];
     for (int d = 0; d < size; d += PAIR) {
         load_at(dtype, gate, d, size, x);
         load_at(dtype, up, d, size, y);
-        for (int i = 0; i < 2; i++) {
-            const vec e = exponential(choose(x[i] > 0, -x[i], x[i]));
-            x[i] = rounded(dtype, x[i] * choose(x[i] > 0, fill(1), e) / (1 + e)) * y[i];
-        }
+        for (int i = 0; i < 2; i++) x[i] = rounded(dtype, silu(x[i])) * y[i];
         store_at(dtype, out, d, size, x);
     }
 }

@@ -8,11 +8,9 @@ had, and on other devices, they are PyTorch's.
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import c_float, c_int, c_void_p
 from functools import cache
 from pathlib import Path
-from subprocess import SubprocessError
 
 import torch
 import torch.nn.functional as F
@@ -82,11 +80,8 @@ def _numbers() -> dict[torch.dtype, int]:
 
 @cache
 def _load() -> ctypes.CDLL | None:
-    if os.environ.get("KVPROOF_NO_KERNEL") == "1":
-        return None
-    try:
-        library = ctypes.CDLL(str(native.built(SOURCE)))
-    except (OSError, SubprocessError):  # attention's kernel, which fails for the same reason, has told it
+    library = native.loaded(SOURCE)
+    if library is None:
         return None
     ints, pointers = [c_int] * 4, [c_void_p] * 3
     library.kvproof_add_rms_norm.argtypes = [*ints, *pointers, c_float, c_void_p]

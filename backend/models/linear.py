@@ -8,12 +8,10 @@ oneDNN packs the weights, and where that can't be had, projections are PyTorch's
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from ctypes import POINTER, c_int, c_size_t, c_void_p
 from functools import cache, partial
 from pathlib import Path
-from subprocess import SubprocessError
 
 import torch
 import torch.nn.functional as F
@@ -112,13 +110,8 @@ def _fits_tiles(weight: Tensor, bias: Tensor | None = None) -> bool:
 @cache
 def tiles() -> ctypes.CDLL | None:
     """The compiled library, where the processor has the unit and the system lets this process use it."""
-    if os.environ.get("KVPROOF_NO_KERNEL") == "1":
-        return None
-    try:
-        library = ctypes.CDLL(str(native.built(SOURCE)))
-    except (OSError, SubprocessError):  # attention's kernel, which fails for the same reason, has told it
-        return None
-    if not library.kvproof_may_use_tiles():
+    library = native.loaded(SOURCE)
+    if library is None or not library.kvproof_may_use_tiles():
         return None
     library.kvproof_linear.argtypes = [POINTER(TiledWeight), c_int, c_int, c_void_p, c_size_t, c_void_p]
     library.kvproof_linear.restype = None

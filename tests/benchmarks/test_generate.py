@@ -44,46 +44,47 @@ def model() -> tuple[ModelConfig, ModelRunner]:
     return checkpoint.config, load_runner(checkpoint, "bfloat16")
 
 
-def bare_products(rows: int) -> Contender:
-    """The matrix products of as many decode steps, by PyTorch, and nothing else."""
+def weight_shapes() -> list[tuple[int, int]]:
+    """Of the weights that a decode step multiplies by, [out, in]."""
     config = model()[0]
     q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     hidden, inner = config.hidden_size, config.intermediate_size
-    shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)] * config.num_layers
-    weights = [torch.randn(shape, dtype=torch.bfloat16) for shape in [*shapes, (config.vocab_size, hidden)]]
-    inputs = {n: torch.randn(rows, n, dtype=torch.bfloat16) for n in {hidden, q, inner}}
+    layer = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
+    return [*layer * config.num_layers, (config.vocab_size, hidden)]
+
+
+def limit(step: Callable[[], object]) -> Contender:
+    """`step` instead of each decode step, and nothing else."""
 
     @torch.inference_mode()
-    def products(work: Conversations) -> Result:
+    def turn(work: Conversations) -> Result:
         steps = []
         for _ in range(work["max_tokens"]):
             started = time.perf_counter()
-            for weight in weights:
-                linear(inputs[weight.shape[1]], weight)
+            step()
             steps.append(time.perf_counter() - started)
         return {"seconds": sum(steps), "decode_step": statistics.median(steps)}
 
-    return products
+    return turn
+
+
+def bare_products(rows: int) -> Contender:
+    """The matrix products, by PyTorch."""
+    weights = [torch.randn(shape, dtype=torch.bfloat16) for shape in weight_shapes()]
+    inputs = {n: torch.randn(rows, n, dtype=torch.bfloat16) for n in {weight.shape[1] for weight in weights}}
+
+    def products() -> None:
+        for weight in weights:
+            linear(inputs[weight.shape[1]], weight)
+
+    return limit(products)
 
 
 def bare_read() -> Contender:
-    """Each weight once in a decode step: what no engine can do without, whoever multiplies."""
-    config = model()[0]
-    q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    weights = torch.empty((config.num_layers * layer + config.vocab_size * config.hidden_size) // 4, dtype=torch.int64)
+    """Each weight once: what no engine can do without, whoever multiplies."""
+    weights = torch.empty(sum(n * m for n, m in weight_shapes()) // 4, dtype=torch.int64)  # as many bytes of bfloat16
     ask_for_large_pages(weights)
-    weights.fill_(1)
-
-    def reads(work: Conversations) -> Result:
-        steps = []
-        for _ in range(work["max_tokens"]):
-            started = time.perf_counter()
-            weights.sum()
-            steps.append(time.perf_counter() - started)
-        return {"seconds": sum(steps), "decode_step": statistics.median(steps)}
-
-    return reads
+    return limit(weights.fill_(1).sum)
 
 
 def transformers_turn(peer: Any, work: Conversations) -> Result:
