@@ -98,8 +98,13 @@ class DecodeKernel:
         self._lock = threading.Lock()
         self._planned: Planned | None = None
 
+    @staticmethod
+    def reach(batch: BatchPlan) -> int:
+        """How many of a batch's tokens, from the first on, it attends for."""
+        return batch.num_decodes
+
     def plan(self, batch: BatchPlan) -> None:
-        """Prepare a validated batch: the first `num_decodes` rows are those to attend for."""
+        """Prepare a validated batch."""
         rows = batch.num_decodes
         kv_indptr, kv_indices, seq_lens, slots = (
             array.numpy().copy() for array in (batch.kv_indptr, batch.kv_indices, batch.seq_lens, batch.slot_mapping)
@@ -118,6 +123,11 @@ class DecodeKernel:
         with self._lock:
             self._planned = Planned(rows, batch.num_tokens, most_threads, plan, slots, (*arrays, work))
 
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`write` and then `attend`."""
+        self.write(layer, k, v)
+        return self.attend(layer, q)
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write all tokens' k and v [T, num_kv_heads, head_size] to their slots."""
         k, v = self._packed(k), self._packed(v)
@@ -129,7 +139,7 @@ class DecodeKernel:
     def attend(self, layer: int, q: Tensor, lse: Tensor | None = None) -> Tensor:
         """Attention of the decodes, which are the first of q's tokens: [num_decodes, num_heads, head_size].
 
-        Fills `lse`, contiguous float32 [num_decodes, num_heads], with the natural log-sum-exps of their scores.
+        Fills the first rows of `lse`, contiguous float32 [T, num_heads], with the natural log-sum-exps of their scores.
         """
         q = self._packed(q)
         with self._lock:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-HEADER = Path(__file__).with_name("vectors.h")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{HEADER.parent}")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("tiles.h", "vectors.h"))
+FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{HEADERS[0].parent}")
 DTYPES = ("float32", "bfloat16", "float16")
 """Types of elements, in the order of the header's numbers for them."""
 
@@ -32,14 +32,14 @@ def num_threads() -> int:
 
 
 def built(source: Path, *included: Path) -> Path:
-    """The library made from a C file, which may include `vectors.h` and those beside it that are named.
+    """The library made from a C file, which may include `vectors.h`, `tiles.h` and those beside it that are named.
 
     Raises `OSError` or `SubprocessError`, which say in one line why there is none.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise OSError("there is no C compiler, neither cc nor gcc")
-    text, openmp = [file.read_bytes() for file in (source, *included, HEADER)], _openmp()
+    text, openmp = [file.read_bytes() for file in (source, *included, *HEADERS)], _openmp()
     version = _call([compiler, "--version"])
     key = hashlib.sha256(repr((text, compiler, version, FLAGS, openmp, _processor())).encode()).hexdigest()
     folder = _own_folder()

@@ -23,6 +23,7 @@ from kvproof.attention.base import AttentionBackend, Capabilities, to_device
 from kvproof.attention.cpu_kernel import DecodeKernel
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import INT32_LIMIT, CacheSpec
+from kvproof.attention.tiled_kernel import TiledKernel
 
 Ints = NDArray[np.int64]
 
@@ -80,17 +81,17 @@ class TorchAttention(AttentionBackend):
         self._heads = 1 if spec.layout == "NHD" else spec.num_kv_heads
         self._vectors = self.cache.view(spec.num_layers, -1, spec.num_kv_heads // self._heads * spec.head_size).unbind()
         self._gathered = self.cache.new_empty(0)
-        self._kernel = DecodeKernel.create(spec, self.cache)
+        self._kernel = TiledKernel.create(spec, self.cache) or DecodeKernel.create(spec, self.cache)
 
     def _plan(self, batch: BatchPlan) -> None:
-        self._plan_gather(batch, first=batch.num_decodes if self._kernel else 0)
+        self._plan_gather(batch, first=self._kernel.reach(batch) if self._kernel else 0)
         if self._kernel:
             self._kernel.plan(batch)
 
     def _plan_gather(self, batch: BatchPlan, first: int) -> None:
-        """Plan the calls for rows from `first` on; there is one token to each row before."""
+        """Plan the calls for tokens from `first` on: 0, or those after the decodes, or none."""
         if batch.num_tokens == first:
-            self._order, self._calls, self._num_tokens, self._first_token = None, [], [], first
+            self._order, self._calls, self._num_tokens = None, [], []
             return
         spec = self.spec
         start, seq_lens, kv_indptr = (
@@ -122,7 +123,7 @@ class TorchAttention(AttentionBackend):
         tokens = np.concatenate(order)
         in_order = bool((tokens == np.arange(len(tokens))).all())
         self._order = None if in_order else (self._index(tokens), self._index(np.argsort(tokens)))
-        self._calls, self._num_tokens, self._first_token = calls, [len(part) for part in order[1:]], first
+        self._calls, self._num_tokens = calls, [len(part) for part in order[1:]]
 
     def _call(self, slots: Ints, lens: Ints, m: int) -> _Call:
         spec, (n, longest) = self.spec, slots.shape
@@ -153,28 +154,28 @@ class TorchAttention(AttentionBackend):
     def _index(self, index: Ints) -> Tensor:
         return to_device(torch.from_numpy(index.reshape(-1)), self.cache.device)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if self._kernel:
-            self._kernel.write(layer, k, v)
-        else:
-            super()._write(layer, k, v)
+    def _run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._kernel is None:
+            return super()._run(layer, q, k, v)
+        return self._and_gathered(layer, q, self._kernel.run(layer, q, k, v))
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
-        parts = []
-        if self._first_token and self._kernel:
-            parts.append(self._kernel.attend(layer, q))
-        if self._calls:
-            parts.append(self._attend_gathered(layer, q[self._first_token :]))
-        return parts[0] if len(parts) == 1 else torch.cat([q[:0], *parts])
+        return self._and_gathered(layer, q, self._kernel.attend(layer, q) if self._kernel else q[:0])
+
+    def _and_gathered(self, layer: int, q: Tensor, first: Tensor) -> Tensor:
+        """The result for q, which is there for its first tokens."""
+        if not self._calls:
+            return first
+        rest = self._attend_gathered(layer, q[len(first) :])
+        return torch.cat((first, rest)) if len(first) else rest
 
     def _attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        first = self._first_token
-        if first and self._kernel:
-            out[:first] = self._kernel.attend(layer, q, lse[:first])
-        if self._calls:
-            out[first:] = self._attend_gathered(layer, q[first:], lse[first:])
-        return out, lse
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        first = self._kernel.attend(layer, q, lse) if self._kernel else q[:0]
+        if not self._calls:
+            return first, lse
+        rest = self._attend_gathered(layer, q[len(first) :], lse[len(first) :])
+        return torch.cat((first, rest)), lse
 
     def _attend_gathered(self, layer: int, q: Tensor, lse: Tensor | None = None) -> Tensor:
         """Attention of the tokens of `_calls`; fills `lse`, if there is one."""

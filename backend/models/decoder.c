@@ -4,7 +4,7 @@
 #include "layers.c"
 #include "linear.c"
 
-#if defined HAVE_TILES
+#ifdef HAVE_TILES
 
 typedef struct {
     const char *attention_norm, *mlp_norm;

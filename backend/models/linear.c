@@ -5,40 +5,23 @@
    neighbours: so a thread reads its panels from the first byte to the last. Sums are float32, over the inputs in order, and
    rounded once: a row has the same bits alone and in any batch, and with any number of threads. */
 
-#include "vectors.h"
+#include "tiles.h"
 
-#if defined __AMX_BF16__ && defined __AVX512F__ && defined __linux__
-#define HAVE_TILES
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#ifdef HAVE_TILES
 
 enum {
-    TILE = 16,           /* rows or outputs of a tile */
-    DEPTH = 32,          /* inputs of a tile */
-    TILE_BYTES = 1024,
     ROWS = 2 * TILE,     /* rows of x that are computed together */
     PANEL = 2 * TILE,    /* outputs that are */
     GROUP = 4,           /* panels that go through all rows before the next ones do: they stay in the cache meanwhile */
     AHEAD = 64 * 1024,   /* bytes between asking for a weight and reading it */
-    ALLOW = 0x1023,      /* arch_prctl: ARCH_REQ_XCOMP_PERM, */
-    TILE_DATA = 18,      /* for this state */
 };
 
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-/* Rows and bytes of each tile register: 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
+/* 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
 static void configure(int rows) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
     const int first = rows > TILE ? TILE : rows, second = rows > TILE ? rows - TILE : 1;
-    const int heights[] = {first, first, second, second, first, second, TILE, TILE};
-    for (int i = 0; i < 8; i++) config.rows[i] = heights[i], config.bytes[i] = 64;
-    __asm__ volatile("" : : "r"(&config) : "memory"); /* GCC 12 thinks that only the first bytes are read */
-    _tile_loadconfig(&config);
+    configure_tiles((int[]){first, first, second, second, first, second, TILE, TILE}, (int[]){64, 64, 64, 64, 64, 64, 64, 64});
 }
 
 INLINE void ask_for(const char *tile) {
@@ -138,13 +121,9 @@ static void project(const Weight *w, int threads, int rows, const char *x, size_
 
 /* ---- what Python calls ---- */
 
-/* Whether this process may use the unit: the system gives it to those who ask. */
-int kvproof_may_use_tiles(void) { return syscall(SYS_arch_prctl, ALLOW, TILE_DATA) == 0; }
-
 void kvproof_linear(const Weight *w, int threads, int rows, const char *x, size_t stride, uint16_t *y) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     project(w, threads, rows, x, stride, y);
 }
-#else
-int kvproof_may_use_tiles(void) { return 0; }
+
 #endif

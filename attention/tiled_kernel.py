@@ -1,0 +1,180 @@
+"""Attention on the processor's matrix unit: `tiled.c`, where there is Intel AMX.
+
+Prefills and decodes alike, in bfloat16. A token's result has the same bits in any batch, and whether it was a decode or
+one of a prefill of any length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvproof.attention import native
+from kvproof.attention.errors import NotPlanned
+from kvproof.attention.plan import BatchPlan
+from kvproof.attention.spec import INT32_LIMIT, CacheSpec
+from kvproof.attention.tiled_plan import SPAN, cut
+
+SOURCE = Path(__file__).with_name("tiled.c")
+QUERIES, HEAD_SIZE, DEPTH = 96, 256, 32
+"""Most queries of a key head in an item, largest head size, and what head sizes are multiples of."""
+
+THREAD_BYTES = 2**16
+"""Keys and values that are worth a thread."""
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_size", "block_size", "hnd")),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+    ]
+
+
+class Plan(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("num_items", "num_tokens")),
+        *((name, c_void_p) for name in ("items", "members", "rows", "starts", "ends", "first_parts", "num_parts")),
+        *((name, c_void_p) for name in ("kv_indptr", "kv_indices", "slot_mapping", "pending", "parts")),
+    ]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("cache", "q", "k", "v")),
+        *((name, c_size_t) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, c_void_p) for name in ("out", "lse")),
+    ]
+
+
+class Planned(NamedTuple):
+    """A step for the kernel. `plan` points into `arrays`, which are copies: what a caller does to its own batch later
+    must not decide where memory is written."""
+
+    tokens: int
+    most_threads: int
+    plan: Plan
+    arrays: tuple[object, ...]
+
+
+class TiledKernel:
+    """Attention of a step's tokens, and the writing of their keys and values, on one cache.
+
+    Calls from several threads take turns.
+    """
+
+    @classmethod
+    def create(cls, spec: CacheSpec, kv_cache: Tensor) -> TiledKernel | None:
+        """The kernel on the cache of `spec`, or None where this machine or this cache has none."""
+        if spec.cache_dtype is not None or kv_cache.device.type != "cpu" or spec.dtype != "bfloat16":
+            return None
+        if spec.head_size % DEPTH or spec.head_size > HEAD_SIZE or spec.group_size > QUERIES:
+            return None
+        library = load()
+        return None if library is None else cls(library, spec, kv_cache)
+
+    def __init__(self, library: ctypes.CDLL, spec: CacheSpec, kv_cache: Tensor) -> None:
+        self._library, self._spec = library, spec
+        self._shape = Shape(
+            *(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size, spec.layout == "HND"),
+            *(spec.softmax_scale, spec.soft_cap or 0.0),
+        )
+        self._layers = kv_cache.unbind()  # their addresses are asked for at each call: a cache may move
+        self._token_bytes = 2 * spec.num_kv_heads * spec.head_size * kv_cache.element_size()
+        self._part_floats: int = library.kvproof_part_floats(self._shape)
+        self._work_bytes: int = library.kvproof_work_bytes()
+        self._work = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._parts = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._lock = threading.Lock()
+        self._planned: Planned | None = None
+
+    @staticmethod
+    def reach(batch: BatchPlan) -> int:
+        """How many of a batch's tokens, from the first on, it attends for."""
+        return batch.num_tokens
+
+    def plan(self, batch: BatchPlan) -> None:
+        """Prepare a validated batch."""
+        qo_indptr, kv_indptr, kv_indices, slots, positions = (
+            array.numpy().copy()
+            for array in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.slot_mapping, batch.positions)
+        )
+        ends = positions + np.int32(1)
+        starts = np.maximum(ends - np.int32(self._spec.window or INT32_LIMIT - 1), 0)
+        items, members, first_parts, num_parts = cut(
+            *(qo_indptr, kv_indptr, kv_indices, starts, ends),
+            decodes=batch.num_decodes,
+            block_size=self._spec.block_size,
+            most=QUERIES // self._spec.group_size,
+        )
+        rows = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(qo_indptr))
+        arrays = (items, members, rows, starts, ends, first_parts, num_parts, kv_indptr, kv_indices, slots)
+        pending = num_parts.copy()
+        most_threads = 1 + int((ends - starts).sum(dtype=np.int64)) * self._token_bytes // THREAD_BYTES
+        with self._lock:
+            # Memory that was used before is real, and stays so; new memory is made real page by page.
+            if (size := int(num_parts.sum(dtype=np.int64)) * self._part_floats) > len(self._parts):
+                self._parts = torch.empty(size, dtype=torch.float32, device="cpu")
+            addresses = (array.ctypes.data for array in (*arrays, pending))
+            plan = Plan(len(items), batch.num_tokens, *addresses, self._parts.data_ptr())
+            self._planned = Planned(batch.num_tokens, most_threads, plan, (*arrays, pending))
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k and v [T, num_kv_heads, head_size] to their slots, and attend as `attend` does."""
+        return self._call(layer, q, self._packed(k), self._packed(v), None)
+
+    def attend(self, layer: int, q: Tensor, lse: Tensor | None = None) -> Tensor:
+        """Attention of all tokens, [T, num_heads, head_size].
+
+        Fills `lse`, contiguous float32 [T, num_heads], with the natural log-sum-exps of their scores.
+        """
+        return self._call(layer, q, None, None, lse)
+
+    def _call(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, lse: Tensor | None) -> Tensor:
+        q = self._packed(q)
+        with self._lock:
+            step = self._planned
+            if step is None or step.tokens != len(q):  # memory behind them would be read
+                raise NotPlanned(f"there are {len(q)} tokens, and the last plan was of another step")
+            out = torch.empty(q.shape, dtype=q.dtype)
+            threads = min(native.num_threads(), step.most_threads)
+            if (size := threads * self._work_bytes) > len(self._work):
+                self._work = torch.empty(size, dtype=torch.uint8, device="cpu")
+            (at_q, q_stride), (at_k, k_stride), (at_v, v_stride) = _rows(q), _rows(k), _rows(v)
+            cache, at_lse = self._layers[layer].data_ptr(), None if lse is None else lse.data_ptr()
+            call = Call(cache, at_q, at_k, at_v, q_stride, k_stride, v_stride, out.data_ptr(), at_lse)
+            self._library.kvproof_attend(self._shape, step.plan, call, threads, self._work.data_ptr())
+        return out
+
+    def _packed(self, x: Tensor) -> Tensor:
+        """With each token's heads in one piece; tokens may be apart, as in a slice of fused projections."""
+        return x if x.stride()[1:] == (self._spec.head_size, 1) else x.contiguous()
+
+
+def _rows(x: Tensor | None) -> tuple[int | None, int]:
+    """Address of the first token, and bytes from one to the next."""
+    return (None, 0) if x is None else (x.data_ptr(), 2 * x.stride(0))
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The compiled library, where the processor has the unit and the system lets this process use it."""
+    library = native.loaded(SOURCE)
+    if library is None or not library.kvproof_may_use_tiles():
+        return None
+    if [library.kvproof_limits(i) for i in range(3)] != [SPAN, QUERIES, HEAD_SIZE]:
+        raise RuntimeError(f"{SOURCE} has other limits")
+    library.kvproof_part_floats.argtypes = [POINTER(Shape)]
+    library.kvproof_part_floats.restype = c_size_t
+    library.kvproof_work_bytes.restype = c_size_t
+    library.kvproof_attend.argtypes = [POINTER(Shape), POINTER(Plan), POINTER(Call), c_int, c_void_p]
+    library.kvproof_attend.restype = None
+    return library
