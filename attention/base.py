@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -173,6 +173,10 @@ class AttentionBackend(ABC):
         self._check("v", v, (tokens, spec.num_kv_heads, spec.head_size))
         with torch.no_grad():
             return self._run(layer, q, k, v)
+
+    def step_attention(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        """`run` for the planned step's model runner: a `CompiledAttention` where the backend has one."""
+        return self.run
 
     def attend_lse(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """`run` without the write, and beside its result the log-sum-exp of each query's scores.

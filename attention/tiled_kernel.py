@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvproof.attention import native
+from kvproof.attention.compiled import CompiledAttention
 from kvproof.attention.errors import NotPlanned
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import INT32_LIMIT, CacheSpec
@@ -55,6 +57,17 @@ class Call(ctypes.Structure):
     ]
 
 
+class Context(ctypes.Structure):
+    _fields_ = [
+        ("shape", POINTER(Shape)),
+        ("plan", POINTER(Plan)),
+        ("cache", c_void_p),
+        ("layer_bytes", c_size_t),
+        ("work", c_void_p),
+        ("threads", c_int),
+    ]
+
+
 class Planned(NamedTuple):
     """A step for the kernel. `plan` points into `arrays`, which are copies: what a caller does to its own batch later
     must not decide where memory is written."""
@@ -87,7 +100,7 @@ class TiledKernel:
             *(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size, spec.layout == "HND"),
             *(spec.softmax_scale, spec.soft_cap or 0.0),
         )
-        self._layers = kv_cache.unbind()  # their addresses are asked for at each call: a cache may move
+        self._cache = kv_cache  # whose address is asked for at each call: it may move
         self._token_bytes = 2 * spec.num_kv_heads * spec.head_size * kv_cache.element_size()
         self._part_floats: int = library.kvproof_part_floats(self._shape)
         self._work_bytes: int = library.kvproof_work_bytes()
@@ -138,6 +151,27 @@ class TiledKernel:
         """
         return self._call(layer, q, None, None, lse)
 
+    def compiled(self, run: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> CompiledAttention:
+        """The planned step for compiled code, and `run` for others. Raises `NotPlanned` before the first plan."""
+        with self._lock:
+            step = self._planned
+            if step is None:
+                raise NotPlanned("there is no plan")
+            threads = self._threads(step)
+            layer_bytes = self._cache.stride(0) * self._cache.element_size()
+            addresses = self._cache.data_ptr(), layer_bytes, self._work.data_ptr()
+            context = Context(ctypes.pointer(self._shape), ctypes.pointer(step.plan), *addresses, threads)
+        function = ctypes.cast(self._library.kvproof_attend_layer, c_void_p).value or 0
+        memory = (context, step, self._cache, self._work, self._parts)
+        return CompiledAttention(run, self._spec, step.tokens, function, ctypes.addressof(context), self._lock, memory)
+
+    def _threads(self, step: Planned) -> int:
+        """How many threads the step is worth now; there is memory for them."""
+        threads = min(native.num_threads(), step.most_threads)
+        if (size := threads * self._work_bytes) > len(self._work):
+            self._work = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return threads
+
     def _call(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, lse: Tensor | None) -> Tensor:
         q = self._packed(q)
         with self._lock:
@@ -145,11 +179,9 @@ class TiledKernel:
             if step is None or step.tokens != len(q):  # memory behind them would be read
                 raise NotPlanned(f"there are {len(q)} tokens, and the last plan was of another step")
             out = torch.empty(q.shape, dtype=q.dtype)
-            threads = min(native.num_threads(), step.most_threads)
-            if (size := threads * self._work_bytes) > len(self._work):
-                self._work = torch.empty(size, dtype=torch.uint8, device="cpu")
+            threads = self._threads(step)
             (at_q, q_stride), (at_k, k_stride), (at_v, v_stride) = _rows(q), _rows(k), _rows(v)
-            cache, at_lse = self._layers[layer].data_ptr(), None if lse is None else lse.data_ptr()
+            cache, at_lse = self._cache[layer].data_ptr(), None if lse is None else lse.data_ptr()
             call = Call(cache, at_q, at_k, at_v, q_stride, k_stride, v_stride, out.data_ptr(), at_lse)
             self._library.kvproof_attend(self._shape, step.plan, call, threads, self._work.data_ptr())
         return out

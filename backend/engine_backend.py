@@ -96,7 +96,7 @@ class EngineBackend:
             token_ids=to_device(torch.from_numpy(tokens), self.spec.device),
             positions=self.attention.positions,
             logits_rows=to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.spec.device),
-            attention=self._run if self._layer_windows else self.attention.run,
+            attention=self._run if self._layer_windows else self.attention.step_attention(),
         )
         return step if padded_to is None else self._fixed(step, padded_to)
 

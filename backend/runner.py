@@ -75,7 +75,8 @@ class Step:
     attention   called once per layer as attention(layer, q, k, v) with q [T, num_heads, head_size] and
                 k, v [T, num_kv_heads, head_size], rotary embedding applied; returns [T, num_heads, head_size].
                 It writes k and v into the paged cache, then attends causally to each sequence's own tokens. They are
-                valid during the call: the next layer's may lie in the same memory.
+                valid during the call: the next layer's may lie in the same memory. A `CompiledAttention` can be called
+                from C as well.
     """
 
     token_ids: Tensor

@@ -1,8 +1,8 @@
 """A decoder's layers, around the attention between them: one operation after the other, or each half layer in one call.
 
 A decode step of a small model is hundreds of operations of microseconds each, and to call them takes as long again.
-Where all projections are on the matrix unit, what comes before attention and what comes after it are compiled
-(`decoder.c`), of the same parts and with the same bits.
+Where all projections are on the matrix unit, what is between two layers' attention is one call (`decoder.c`), of the
+same parts and with the same bits; and where attention is compiled too, all layers are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvproof.allocator import InvalidArgument
 from kvproof.attention import native
+from kvproof.attention.compiled import CompiledAttention
 from kvproof.backend.models.layers import SOURCE as LAYERS
 from kvproof.backend.models.layers import add_rms_norm, rotate
 from kvproof.backend.models.linear import SOURCE as LINEAR
@@ -99,7 +100,10 @@ class _Step(ctypes.Structure):
 
 
 class CompiledDecoder:
-    """The same in two calls a layer, where `can_run` says so."""
+    """The same in one call where attention is compiled too, and else in one between two layers' attention.
+
+    `can_run` says where.
+    """
 
     @staticmethod
     def can_run(layers: Sequence[Layer], shape: Shape) -> bool:
@@ -109,9 +113,9 @@ class CompiledDecoder:
         library = _load()
         if library is None:
             raise RuntimeError("there is no compiled decoder: see can_run")
-        self._before, self._after = library.kvproof_before_attention, library.kvproof_after_attention
+        self._between, self._all = library.kvproof_between_attention, library.kvproof_decoder
         self._layers, self._shape = layers, shape  # whose memory is pointed to
-        self._structures = [_structure(layer) for layer in layers]
+        self._structures = (_Layer * len(layers))(*map(_structure, layers))
         self._inner: int = self._structures[0].down.inputs
         self._most_threads = max(it.most_threads for it in _tiled(layers[0]))
 
@@ -129,15 +133,38 @@ class CompiledDecoder:
             *(rows, hidden, num_heads, shape.num_heads + shape.num_kv_heads, shape.head_size, self._inner, shape.eps),
             *(tensor.data_ptr() for tensor in (cos, sin, x, normed, heads, gated, delta)),
         )
-        q, k, v = _split(heads, shape)
-        for index, layer in enumerate(self._structures):
-            self._before(layer, step, index == 0)
-            attended = attention(index, q, k, v).contiguous()
-            if attended.shape != q.shape or attended.dtype != x.dtype or attended.device != x.device:
-                given = f"{attended.dtype} {list(attended.shape)} on {attended.device}"
-                raise InvalidArgument(f"attention returned {given}; it must be {x.dtype} {list(q.shape)} on {x.device}")
-            self._after(layer, step, attended.data_ptr())
+        if isinstance(attention, CompiledAttention):
+            self._attend_compiled(attention, step, x)
+        else:
+            self._attend(attention, step, heads)
         return delta
+
+    def _attend_compiled(self, attention: CompiledAttention, step: _Step, x: Tensor) -> None:
+        spec, shape = attention.spec, self._shape
+        given = (attention.num_tokens, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.num_layers)
+        wanted = (len(x), shape.num_heads, shape.num_kv_heads, shape.head_size, "bfloat16", len(self._layers))
+        if given != wanted:
+            names = "tokens, num_heads, num_kv_heads, head_size, dtype and num_layers"
+            raise InvalidArgument(f"attention is planned for {given} ({names}); the model has {wanted}")
+        attended = x.new_empty((len(x), shape.num_heads, shape.head_size))
+        with attention.lock:
+            self._all(
+                *(self._structures, len(self._layers), step, attention.function, attention.context),
+                attended.data_ptr(),
+            )
+
+    def _attend(self, attention: Attention, step: _Step, heads: Tensor) -> None:
+        q, k, v = _split(heads, self._shape)
+        last, attended = None, None
+        for index, layer in enumerate(self._structures):
+            self._between(last, layer, step, None if attended is None else attended.data_ptr())
+            attended = attention(index, q, k, v).contiguous()
+            if attended.shape != q.shape or attended.dtype != heads.dtype or attended.device != heads.device:
+                given = f"{attended.dtype} {list(attended.shape)} on {attended.device}"
+                wanted = f"{heads.dtype} {list(q.shape)} on {heads.device}"
+                raise InvalidArgument(f"attention returned {given}; it must be {wanted}")
+            last = layer
+        self._between(last, None, step, None if attended is None else attended.data_ptr())
 
 
 def _tiled(layer: Layer) -> list[TiledLinear]:
@@ -173,7 +200,8 @@ def _load() -> ctypes.CDLL | None:
     library = native.loaded(SOURCE, LAYERS, LINEAR)
     if library is None or tiles() is None:
         return None
-    for function, last in ((library.kvproof_before_attention, c_int), (library.kvproof_after_attention, c_void_p)):
-        function.argtypes = [POINTER(_Layer), POINTER(_Step), last]
-        function.restype = None
+    library.kvproof_between_attention.argtypes = [*[POINTER(_Layer)] * 2, POINTER(_Step), c_void_p]
+    library.kvproof_between_attention.restype = None
+    library.kvproof_decoder.argtypes = [POINTER(_Layer), c_int, POINTER(_Step), *[c_void_p] * 3]
+    library.kvproof_decoder.restype = None
     return library
