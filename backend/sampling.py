@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence as Seq
-from math import gcd
+from ctypes import c_int, c_void_p
+from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Annotated
 
@@ -11,8 +14,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvproof.attention import Validated
+from kvproof.attention import Validated, native
 
+SOURCE = Path(__file__).with_name("sampling.c")
+VECTORS = 32
+"""What a vocabulary is a multiple of, for `sampling.c`: two vectors of the widest."""
+THREAD_ELEMENTS = 2**17
+"""Logits that are worth a thread."""
 NUCLEUS_GUESS = 1024  # a nucleus is nearly always within so many candidates, which saves sorting a vocabulary
 
 
@@ -47,16 +55,28 @@ def sample(logits: Tensor, params: Seq[SamplingParams], rngs: Seq[Random]) -> li
 def first_largest(logits: Tensor) -> Tensor:
     """`logits.argmax(dim=-1)` of [R, vocab].
 
-    On a CPU that looks at one element after the other. A maximum is a vector's work: so the largest block of a row is
-    found first, and then the place in it.
+    On a CPU that looks at one element after the other, where a maximum is a vector's work (`sampling.c`).
     """
     rows, vocab = logits.shape
-    block = gcd(vocab, 256)
-    if logits.device.type != "cpu" or block < 16:
+    dtype = str(logits.dtype).removeprefix("torch.")
+    library = _library() if logits.device.type == "cpu" and logits.is_contiguous() and dtype in native.DTYPES else None
+    if library is None or vocab % VECTORS:
         return logits.argmax(dim=-1)
-    blocks = logits.reshape(rows, vocab // block, block)
-    largest = blocks.amax(dim=-1).argmax(dim=-1)
-    return largest * block + blocks[torch.arange(rows), largest].argmax(dim=-1)
+    out = torch.empty(rows, dtype=torch.int64)
+    threads = min(native.num_threads(), 1 + logits.numel() // THREAD_ELEMENTS)
+    library.kvproof_first_largest(
+        *(native.DTYPES.index(dtype), threads, rows, vocab), logits.data_ptr(), out.data_ptr()
+    )
+    return out
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = native.loaded(SOURCE)
+    if library is not None:
+        library.kvproof_first_largest.argtypes = [*[c_int] * 4, *[c_void_p] * 2]
+        library.kvproof_first_largest.restype = None
+    return library
 
 
 def _draw(logits: Tensor, params: SamplingParams, u: float) -> int:

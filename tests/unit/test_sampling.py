@@ -28,8 +28,8 @@ def test_greedy_takes_the_first_largest() -> None:
     assert sample(logits, [SamplingParams()] * 2, [Random(0)] * 2) == [1, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1, 16, 250, 256, 768, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 16, 32, 250, 256, 288, 768, 49152])
 def test_the_first_largest_is_argmax(vocab: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows = [
@@ -40,6 +40,9 @@ def test_the_first_largest_is_argmax(vocab: int, dtype: torch.dtype) -> None:
     ]
     logits = torch.stack([*rows, *rows]).to(dtype)
     logits[4:, vocab // 2] = float("nan")  # which is the largest, wherever it is
+    logits[6:, vocab // 3] = float("inf")
+    logits[7, -1] = float("nan")
+    logits[3, vocab // 4] = torch.finfo(dtype).min
     assert torch.equal(first_largest(logits), logits.argmax(dim=-1))
     assert first_largest(logits[:0]).shape == (0,)
 
