@@ -1,7 +1,8 @@
-"""Whether anything got worse: the ratios of a run against those of an earlier one.
+"""Whether anything got worse: the ratios of a run against those of an earlier one, its baseline.
 
 Absolute times are never compared. They change with the machine and with what else it does; a ratio, both sides of which
-were measured in turns in one run, changes with the code.
+were measured in turns in one run, changes with the code. It does change with the processor too: one that multiplies
+faster than it reads shows other ratios than one that doesn't. So only runs of like machines are compared.
 """
 
 from __future__ import annotations
@@ -13,10 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from kvproof.allocator import InvalidArgument
-from kvproof.cli.bench_figures import Ratio
+from kvproof.cli.bench_figures import Ratio, versions
+from kvproof.cli.bench_machine import in_words, this_machine
 
-SCHEMA = 1
+SCHEMA = 2
 THRESHOLD = 0.25
+
+
+class OtherMachine(InvalidArgument):
+    """The baseline is of a machine that differs from this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The ratios of an earlier run, by benchmark and name, and the packages that it had."""
+
+    file: Path
+    versions: dict[str, str]
+    ratios: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +48,7 @@ class Change:
 class Comparison:
     """`missing` are ratios of the baseline, as (benchmark, name), that this run has not measured."""
 
-    baseline: str
+    baseline: Baseline
     threshold: float
     changes: list[Change]
     missing: list[tuple[str, str]]
@@ -51,11 +66,16 @@ def baseline_of(ratios: Iterable[Ratio], *, quick: bool) -> dict[str, Any]:
     stored: dict[str, dict[str, float]] = {}
     for ratio in ratios:
         stored.setdefault(ratio.benchmark, {})[ratio.name] = ratio.value
-    return {"schema": SCHEMA, "quick": quick, "ratios": stored}
+    return {"schema": SCHEMA, "quick": quick, "machine": this_machine(), "versions": versions(), "ratios": stored}
 
 
-def read_baseline(file: Path, *, quick: bool) -> dict[str, dict[str, float]]:
-    """The stored ratios. Raises `InvalidArgument` unless they are of a run of the same sizes."""
+def stored_baseline(folder: Path, *, quick: bool) -> Path:
+    """Where the baseline of a folder of benchmarks, or of one of its files, lies if it has one."""
+    return (folder if folder.is_dir() else folder.parent) / f"baseline{'-quick' if quick else ''}.json"
+
+
+def read_baseline(file: Path, *, quick: bool) -> Baseline:
+    """Raises `InvalidArgument` unless it is of a run of the same sizes, `OtherMachine` if of another machine."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -64,15 +84,23 @@ def read_baseline(file: Path, *, quick: bool) -> dict[str, dict[str, float]]:
         raise InvalidArgument(f"{file} is no baseline: give the ratios.json that an earlier run has written")
     if stored["quick"] != quick:
         raise InvalidArgument(f"{file} is of a run with{'' if stored['quick'] else 'out'} --quick, whose sizes differ")
-    ratios: dict[str, dict[str, float]] = stored["ratios"]
-    return ratios
+    if stored["machine"] != this_machine():
+        raise OtherMachine(f"{file} is of another machine: {_differences(stored['machine'], this_machine())}")
+    return Baseline(file, stored["versions"], stored["ratios"])
 
 
-def compare(
-    ratios: Iterable[Ratio], before: Mapping[str, Mapping[str, float]], *, baseline: str, threshold: float
-) -> Comparison:
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What two machines don't have in common."""
+
+    def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        return in_words({name: value for name, value in one.items() if other.get(name) != value}) or "no more"
+
+    return f"it has {apart(theirs, ours)}, this one {apart(ours, theirs)}"
+
+
+def compare(ratios: Iterable[Ratio], baseline: Baseline, *, threshold: float) -> Comparison:
     """A ratio has regressed when it is more than `threshold` worse than it was; 0.25 is a quarter."""
-    left = {(benchmark, name): value for benchmark, named in before.items() for name, value in named.items()}
+    left = {(benchmark, name): value for benchmark, named in baseline.ratios.items() for name, value in named.items()}
     changes = []
     for ratio in ratios:
         was = left.pop((ratio.benchmark, ratio.name), None)

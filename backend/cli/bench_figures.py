@@ -1,11 +1,14 @@
 """What a benchmark says beside its own time, in pytest-benchmark's `extra_info`: written by `Figures`, read here.
 
-ratios  by name. "times X" is how many times as fast as X we were, so that more is better; "over X" how many times as
-        long as X we took, so that less is better. X is a peer, a bare limit or a smaller size, measured in the same
-        run; what comes after a comma and a space tells ratios to the same X apart
+ratios  by name. "times X" is how many times as good as X we were (as fast, unless it names something else), so that
+        more is better; "over X" how many times as long as X we took, so that less is better. X is a peer, a bare limit
+        or a smaller size, measured in the same run; what comes after a comma and a space tells ratios to the same X
+        apart
 aims    for some of the ratios
 curves  for the report's plots, see `Curve`
 absent  why a peer was not measured, by its name
+versions
+        of the packages that took part
 
 Everything else in `extra_info` is for people: sizes, versions, absolute figures.
 """
@@ -22,7 +25,7 @@ from typing import Any
 from kvproof.allocator import InvalidArgument
 
 KINDS = ("times ", "over ")
-RESERVED = ("ratios", "aims", "curves", "absent")
+RESERVED = ("ratios", "aims", "curves", "absent", "versions")
 PACKAGES = ("kvproof", "torch", "transformers", "nano-vllm-fork", "hypothesis", "pytest-benchmark")
 
 
@@ -149,10 +152,10 @@ def notes_of(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(benchmark: str) -> str:
-    """A benchmark's name without the folders of its file."""
+    """A benchmark's name without the folders of its file, and without its file where its own name begins with that."""
     path, _, test = benchmark.partition("::")
-    file = path.rpartition("/")[2].removesuffix(".py").removeprefix("test_")
-    return f"{file}: {test.removeprefix('test_')}" if test else file
+    file, test = path.rpartition("/")[2].removesuffix(".py").removeprefix("test_"), test.removeprefix("test_")
+    return test if test.startswith(file) else f"{file}: {test}" if test else file
 
 
 def _infos(results: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,7 @@
-"""The pytest plugin by which `kvproof bench` follows its run: a line of JSON for each event, to a pipe it was given."""
+"""The pytest plugin by which `kvproof bench` follows its run: a line of JSON for each event, to a pipe it was given.
+
+It also leaves out what was not asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,14 @@ import json
 import os
 from typing import Any
 
-PIPE = "KVPROOF_BENCH_PIPE"
+PIPE, ONLY = "KVPROOF_BENCH_PIPE", "KVPROOF_BENCH_ONLY"
+"""The pipe's number, and the benchmarks to run as a list in JSON, empty for all of them."""
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    if only := json.loads(os.environ[ONLY]):
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in only])
+        items[:] = [item for item in items if item.nodeid in only]
 
 
 def pytest_collection_finish(session: Any) -> None:

@@ -11,21 +11,32 @@ from typing import Any
 
 from kvproof.cli import bench_plots as plots
 from kvproof.cli.bench_compare import Comparison
-from kvproof.cli.bench_figures import Ratio, absent_of, charts_of, named, notes_of, ratios_of, versions
+from kvproof.cli.bench_figures import Ratio, absent_of, charts_of, named, notes_of, versions
+from kvproof.cli.bench_machine import in_words, this_machine
 from kvproof.cli.bench_run import Run
 from kvproof.fuzz import html
 
 HEAD = ("benchmark", "ratio", "measured", "aim", "met")
+TIMES = ("benchmark", "what is timed", "median", "spread (IQR)", "rounds")
+TIMED = (
+    "Absolute times, of this machine at that moment. Where several sides took turns, of ours or of the whole contest."
+)
+MEANINGS = {
+    "times ": "how many times as fast as X we were, or as small or as good where X says so; more is better",
+    "over ": "how many times as long as X we took, a bare limit or a smaller size of the same work; less is better",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the two forms show. `comparison` is there when the run was compared with an earlier one."""
+    """All that the two forms show. `comparison` is there when the run was compared with an earlier one; `why_none` says
+    why it was not, although there was a baseline."""
 
     command: str
     run: Run
     ratios: list[Ratio]
     comparison: Comparison | None
+    why_none: str = ""
 
     @property
     def failed(self) -> bool:
@@ -33,30 +44,51 @@ class Report:
 
     @property
     def verdict(self) -> str:
+        met = [ratio.met for ratio in self.ratios if ratio.met is not None]
         parts = [f"{len(self.run.results['benchmarks'])} benchmarks, {len(self.ratios)} ratios"]
+        if met:
+            parts.append(f"{sum(met)} of {len(met)} aims met")
         if self.comparison is not None:
             parts.append(f"{len(self.comparison.regressed)} of {len(self.comparison.changes)} compared have regressed")
         if self.run.failed:
             parts.append(f"{len(self.run.failed)} failed")
         return ", ".join(parts)
 
+    @property
+    def compared(self) -> str:
+        """What the comparison came to, or why there was none, in a line."""
+        one = self.comparison
+        if one is None:
+            return self.why_none
+        moved = {name: was for name, was in one.baseline.versions.items() if versions().get(name) != was}
+        return (
+            f"compared with {one.baseline.file}{f', of {listed(moved)}' if moved else ''}: {len(one.regressed)} of "
+            f"{len(one.changes)} ratios are more than {one.threshold:.0%} worse, {len(one.missing)} were not measured "
+            f"now{f'; {self.run.again} benchmarks were measured once more' if self.run.again else ''}"
+        )
 
-def report_of(command: str, run: Run, comparison: Comparison | None) -> Report:
-    return Report(command, run, ratios_of(run.results), comparison)
+    @property
+    def origin(self) -> str:
+        """When, of what and on what."""
+        results = self.run.results
+        commit = results.get("commit_info", {})
+        of = (
+            f" of commit {commit['id'][:10]}{' and changes' if commit.get('dirty') else ''}"
+            if _is_commit(commit)
+            else ""
+        )
+        return (
+            f"{results['datetime'][:16].replace('T', ' ')} UTC, {self.run.seconds:.0f} s{of}. "
+            f"Machine: {in_words(this_machine())}. Packages: {listed(versions())}."
+        )
 
 
-def machine_of(results: dict[str, Any]) -> str:
-    """The machine in general terms: its name is nobody's business."""
-    machine = results["machine_info"]
-    cpu = machine["cpu"]
-    return (
-        f"{cpu.get('brand_raw', machine['machine'])}, {cpu.get('count', '?')} cores, {machine['system']}, "
-        f"Python {machine['python_version']}"
-    )
+def _is_commit(commit: dict[str, Any]) -> bool:
+    return len(commit.get("id") or "") >= 40  # it is a word where there is no repository
 
 
-def packages() -> str:
-    return ", ".join(f"{package} {version}" for package, version in versions().items())
+def listed(packages: dict[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in packages.items())
 
 
 def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
@@ -96,11 +128,13 @@ def _markdown(report: Report) -> Iterator[str]:
             yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |"
 
     yield f"# kvproof bench: {report.verdict}\n"
-    yield f"`{report.command}`, {report.run.seconds:.0f} s. {machine_of(report.run.results)}. {packages()}.\n"
-    yield "*times X*: so many times as fast as X, more is better. *over X*: takes so many times as long, less is.\n"
+    yield f"`{report.command}`, {report.origin}\n"
+    if report.compared:
+        yield f"{report.compared}\n"
+    yield f"*times X*: {MEANINGS['times ']}. *over X*: {MEANINGS['over ']}. docs/benchmarks.md says what each X is.\n"
     yield from rows(*table_of(report))
-    yield "\n## Times\n"
-    yield from rows(["benchmark", "median", "spread (IQR)", "rounds"], _times(report))
+    yield f"\n## Times\n\n{TIMED}\n"
+    yield from rows([*TIMES], _times(report))
     for title, reasons in _unmeasured(report):
         yield f"\n## {title}\n"
         yield from (f"- {name}: {reason}" for name, reason in reasons.items())
@@ -109,7 +143,9 @@ def _markdown(report: Report) -> Iterator[str]:
 def _times(report: Report) -> Iterator[list[str]]:
     for benchmark in report.run.results["benchmarks"]:
         stats = benchmark["stats"]
-        yield [named(benchmark["fullname"]), seconds(stats["median"]), seconds(stats["iqr"]), str(stats["rounds"])]
+        spread = seconds(stats["iqr"]) if stats["rounds"] > 1 else ""
+        name, what = named(benchmark["fullname"]), benchmark["group"] or ""
+        yield [name, what, seconds(stats["median"]), spread, str(stats["rounds"])]
 
 
 def seconds(value: float) -> str:
@@ -139,32 +175,21 @@ def page_of(report: Report) -> str:
 
 def _sections(report: Report) -> Iterator[str]:
     yield html.heading(f"kvproof bench: {report.verdict}", failed=report.failed)
-    yield f"<p><code>{escape(report.command)}</code>, {report.run.seconds:.0f} s</p>"
-    yield html.note(f"{machine_of(report.run.results)}; {packages()}")
-    if report.comparison is not None:
-        yield f"<p>{escape(compared(report.comparison))}</p>"
-    for title, kind, meaning in (
-        ("Beside peers", "times ", "how many times as fast as the peer, measured in turns in this run: more is better"),
-        ("Beside limits", "over ", "how many times as long as a bare limit, or as a smaller size: less is better"),
-    ):
+    yield f"<p><code>{escape(report.command)}</code></p>{html.note(report.origin)}"
+    if report.compared:
+        yield f"<p>{escape(report.compared)}</p>"
+    for title, kind in (("Beside peers", "times "), ("Beside limits", "over ")):
         if chosen := [ratio for ratio in report.ratios if ratio.name.startswith(kind)]:
-            yield f"<h2>{title}</h2>{html.note(f'{meaning}. The black mark is the aim.')}"
+            told = f"{kind}X: {MEANINGS[kind]}. Bars begin at 1, green is the better side; the black mark is the aim."
+            yield f"<h2>{title}</h2>{html.note(told)}"
             for name, group in groupby(sorted(chosen, key=lambda ratio: ratio.against), lambda ratio: ratio.against):
                 yield f"<h3>{escape(name)}</h3>{plots.ratios(list(group))}"
     for title, drawn in charts_of(report.run.results).items():
         yield f"<h2>{escape(title)}</h2>{plots.curves(drawn)}"
     yield f"<h2>All ratios</h2>{html.table(*table_of(report))}"
-    yield f"<h2>Times</h2>{html.table(('benchmark', 'median', 'spread (IQR)', 'rounds'), _times(report))}"
+    yield f"<h2>Times</h2>{html.note(TIMED)}{html.table(TIMES, _times(report))}"
     for title, reasons in _unmeasured(report):
         yield f"<h2>{title}</h2>{html.table(('', 'reason'), reasons.items())}"
     yield "<h2>What each measured</h2>"
     for benchmark in report.run.results["benchmarks"]:
         yield html.details(named(benchmark["fullname"]), json.dumps(notes_of(benchmark["extra_info"]), indent=1))
-
-
-def compared(comparison: Comparison) -> str:
-    """What the comparison came to, in a line."""
-    return (
-        f"compared with {comparison.baseline}: {len(comparison.regressed)} of {len(comparison.changes)} ratios are "
-        f"more than {comparison.threshold:.0%} worse, {len(comparison.missing)} were not measured now"
-    )

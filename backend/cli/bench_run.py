@@ -6,14 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from kvproof.allocator import InvalidArgument, KvproofError
-from kvproof.cli.bench_progress import PIPE
+from kvproof.cli.bench_progress import ONLY, PIPE
 
 JSON_FILE, LOG_FILE = "benchmarks.json", "pytest.log"
 QUICK, PEERS = "KVPROOF_BENCH_QUICK", "KVPROOF_BENCH_PEERS"
@@ -32,6 +32,17 @@ class Run:
     failed: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    again: int = 0
+    """How many benchmarks were measured once more."""
+
+    def take(self, later: Run) -> None:
+        """Have a later run's measurements of some of the same benchmarks instead of one's own."""
+        taken = {benchmark["fullname"]: benchmark for benchmark in later.results["benchmarks"]}
+        benchmarks = self.results["benchmarks"]
+        self.results["benchmarks"] = [taken.get(benchmark["fullname"], benchmark) for benchmark in benchmarks]
+        self.failed |= later.failed
+        self.seconds += later.seconds
+        self.again += len(taken)
 
 
 def folder_of(named: Path | None) -> Path:
@@ -50,9 +61,15 @@ def folder_of(named: Path | None) -> Path:
 
 
 def measure(
-    folder: Path, output: Path, *, quick: bool, peers: bool, on_event: Callable[[dict[str, Any]], object]
+    folder: Path,
+    output: Path,
+    *,
+    quick: bool,
+    peers: bool,
+    on_event: Callable[[dict[str, Any]], object],
+    only: Collection[str] = (),
 ) -> Run:
-    """Run all benchmarks under `folder`. The JSON and the log lie in `output` afterwards.
+    """Run all benchmarks under `folder`, or `only` those. The JSON and the log lie in `output` afterwards.
 
     `on_event` is told {"total": n}, then {"running": test} and {"done": test, "outcome": ..., "reason": ...} for each.
     Raises `BenchmarksFailed` when there is nothing to report.
@@ -65,9 +82,11 @@ def measure(
         sys.executable, "-m", "pytest", str(folder), "-p", "kvproof.cli.bench_progress", "-p", "no:cacheprovider", "-s",
         "--benchmark-only", "--benchmark-columns=median,iqr,rounds", f"--benchmark-json={json_file}",
     ]  # fmt: skip
-    environment = os.environ | {PIPE: str(write), QUICK: str(int(quick)), PEERS: str(int(peers))}
+    environment = os.environ | {
+        PIPE: str(write), ONLY: json.dumps([*only]), QUICK: str(int(quick)), PEERS: str(int(peers))
+    }  # fmt: skip
     with (
-        log_file.open("wb") as log,
+        log_file.open("ab" if only else "wb") as log,
         subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(write,), env=environment
         ) as process,

@@ -263,11 +263,11 @@ def test_pool_sizes(benchmark: BenchmarkFixture) -> None:
 
     benchmark.pedantic(all_sizes, rounds=ROUNDS)
     figures = Figures(benchmark)
-    compared = (("admit and release", "block", 1.25), ("append", "token", 1.25), ("an LRU dict", "key", None))
-    for operation, unit, aim in compared:
+    for operation, unit in (("admit and release", "block"), ("append", "token"), ("an LRU dict", "key")):
         by_size = times[unit]
         medians = {size: statistics.median(by_size[size]) for size in sizes}
-        figures.over(f"1,000 blocks, {operation}", by_size[sizes[-1]], by_size[sizes[0]], aim=aim)
+        if unit != "key":  # the dict is in the plot, to be seen beside: it is not ours to get better or worse
+            figures.over(f"1,000 blocks, {operation}", by_size[sizes[-1]], by_size[sizes[0]], aim=1.25)
         figures.curve(
             "Latency against pool size, every block cached", f"{operation}, a {unit}", medians, x="blocks", y="us"
         )
@@ -298,7 +298,8 @@ def test_memory(benchmark: BenchmarkFixture, peers: Peers) -> None:
     figures = Figures(benchmark)
     for peer in peers.present:
         for when in ("new", "used"):  # bytes instead of seconds: so many times as small
-            figures.times(f"{peer.name} in memory, {when}", [results[peer.name][when]], [results["ours"][when]])
+            theirs, mine, aim = results[peer.name][when], results["ours"][when], 1 if peer.name == "vllm" else None
+            figures.times(f"{peer.name} in memory, {when}", [theirs], [mine], aim=aim)
     without(figures, peers)
     report(benchmark, blocks=20_000)
 

@@ -103,6 +103,7 @@ def planned(spec: CacheSpec, plan: BatchPlan, *, kernel: bool) -> TorchAttention
         ("1 x 8192", 20, "NHD"),
         ("31 x 100 and 1 x 2000", 10, "NHD"),
     ],
+    ids=lambda value: f"{value} layers" if isinstance(value, int) else value,
 )
 @pytest.mark.benchmark(group="decode attention, 9 query and 3 key heads of 64, bfloat16, block 16, all layers")
 def test_decode(benchmark: BenchmarkFixture, workload: str, num_layers: int, layout: str) -> None:

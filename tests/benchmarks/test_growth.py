@@ -117,7 +117,7 @@ def test_growth(benchmark: BenchmarkFixture, part: str, axis: str) -> None:
             times[size].append(seconds * 1e6 / (size if axis == "running" else 1))
 
     benchmark.pedantic(run, setup=prepare, rounds=ROUNDS, warmup_rounds=1)
-    measured = {size: turns[1:] for size, turns in times.items()}
+    measured = {size: turns[-ROUNDS:] for size, turns in times.items()}  # without the warm-up's
     figures = Figures(benchmark)
     smallest = SMALLEST[axis]
     figures.over(f"{smallest:,} {label}", measured[sizes[-1]], measured[smallest], aim=1.25)

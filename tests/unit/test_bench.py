@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 
 from kvproof.allocator import InvalidArgument
 from kvproof.cli import bench_run, main
-from kvproof.cli.bench_compare import compare
+from kvproof.cli.bench_compare import Baseline, compare
 from kvproof.cli.bench_figures import Figures, Ratio, ratios_of
+from kvproof.cli.bench_machine import in_words, this_machine
 
 BENCHMARKS = """
 import os
@@ -34,6 +36,16 @@ def test_fast(benchmark, size):
 
 def test_skipped(benchmark):
     pytest.skip("no such thing here")
+"""
+BUSY_AT_FIRST = """
+import pathlib
+from kvproof.cli.bench_figures import Figures
+
+def test_busy(benchmark):
+    benchmark.pedantic(lambda: None, rounds=1)
+    began = pathlib.Path(__file__).with_name("began")
+    Figures(benchmark).over("limit", [1.1 if began.exists() else 3.0], [1.0])
+    began.touch()
 """
 FAILING = """
 def test_broken(benchmark):
@@ -75,7 +87,8 @@ def test_a_run_writes_a_report_and_its_ratios_are_a_baseline(
     told = capsys.readouterr().out
     assert "fake: fast[many]" in told
     assert "absent: peer & co: not asked for" in told
-    assert f"2 benchmarks, 4 ratios; report: {first / 'index.html'}" in told
+    assert f"2 benchmarks, 4 ratios, 2 of 4 aims met; report: {first / 'index.html'}" in told
+    assert "compared" not in told
     benchmarks = json.loads((first / "benchmarks.json").read_text())["benchmarks"]
     assert [(b["extra_info"]["size"], b["extra_info"]["quick"]) for b in benchmarks] == [(1, "1"), (1000, "1")]
     ratios = json.loads((first / "ratios.json").read_text())
@@ -114,6 +127,68 @@ def test_a_run_writes_a_report_and_its_ratios_are_a_baseline(
     ]
     told = capsys.readouterr().out.replace("\n", " ")
     assert "2 of 4 ratios are more than 25% worse, 2 were not measured now" in told
+
+
+def test_the_baseline_of_the_folder_is_compared_with_where_the_machine_is_like_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored: dict[str, Any] = {
+        "schema": 2,
+        "quick": True,
+        "machine": this_machine(),
+        "versions": {"torch": "0.1"},
+        "ratios": {},
+    }
+    report = ("--report", tmp_path / "report", "--quick")
+    assert bench(folder, *report) == 0
+    (test, _) = json.loads((tmp_path / "report" / "ratios.json").read_text())["ratios"]
+    stored["ratios"] = {test: {"times peer & co": 40.0}}
+    (folder / "baseline-quick.json").write_text(json.dumps(stored))
+    capsys.readouterr()
+    assert bench(folder / "test_fake.py", *report) == 1
+    told = capsys.readouterr().out
+    assert (
+        f"compared with {folder / 'baseline-quick.json'}, of torch 0.1: 1 of 1 ratios are more than 25% worse" in told
+    )
+    assert "REGRESSED" in told
+
+    stored["machine"] = {**this_machine(), "cores": 1_000_000, "instructions": ["MMX"]}
+    (folder / "baseline-quick.json").write_text(json.dumps(stored))
+    assert bench(folder, *report) == 0
+    told = capsys.readouterr().out
+    assert "not compared: " in told
+    assert "baseline-quick.json is of another machine: it has MMX, 1000000 cores, this one " in told
+    assert "before" not in told
+    assert told.splitlines()[-2] in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_what_seems_to_have_regressed_is_measured_once_more(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report"
+    (folder / "test_busy.py").write_text(BUSY_AT_FIRST)
+    (folder / "began").touch()
+    assert bench(folder, "--report", report, "--quick") == 0
+    (report / "ratios.json").rename(folder / "baseline-quick.json")
+    (folder / "began").unlink()
+    capsys.readouterr()
+    assert bench(folder, "--report", report, "--quick") == 0
+    told = capsys.readouterr().out
+    assert (
+        "0 of 5 ratios are more than 25% worse, 0 were not measured now; 1 benchmarks were measured once more" in told
+    )
+    measured = {
+        b["name"]: b["extra_info"]["ratios"] for b in json.loads((report / "benchmarks.json").read_text())["benchmarks"]
+    }
+    assert measured["test_busy"] == {"over limit": 1.1}
+    assert len(measured) == 3
+
+
+def test_the_machine_is_told_in_general_terms() -> None:
+    machine = {"processor": "X", "instructions": ["A", "B"], "cores": 2, "threads": 1, "loops": True, "compiler": False}
+    assert in_words(machine) == "X, A B, 2 cores, 1 thread, with loops, without compiler"
+    assert {type(value) for value in this_machine().values()} == {str, list, int, bool}
+    assert platform.node() not in json.dumps(this_machine()).split('"')
 
 
 def test_a_benchmark_that_fails_is_told_and_exit_1(
@@ -170,7 +245,12 @@ def test_without_a_checkout_it_says_what_is_needed(
     [
         ("{", "can't read the baseline"),
         ('{"benchmarks": []}', "is no baseline: give the ratios.json"),
-        ('{"schema": 1, "quick": true, "ratios": {}}', "is of a run with --quick, whose sizes differ"),
+        ('{"schema": 1, "quick": false, "ratios": {}}', "is no baseline: give the ratios.json"),
+        ('{"schema": 2, "quick": true, "ratios": {}}', "is of a run with --quick, whose sizes differ"),
+        (
+            '{"schema": 2, "quick": false, "machine": {}, "ratios": {}}',
+            "is of another machine: it has no more, this one",
+        ),
     ],
 )
 def test_what_is_no_baseline_is_refused_before_anything_runs(
@@ -195,7 +275,8 @@ def test_what_is_no_baseline_is_refused_before_anything_runs(
     ],
 )
 def test_which_way_is_worse(name: str, value: float, before: float, regressed: bool) -> None:
-    (change,) = compare([Ratio("b", name, value)], {"b": {name: before}}, baseline="old", threshold=0.25).changes
+    baseline = Baseline(Path("old"), {}, {"b": {name: before}})
+    (change,) = compare([Ratio("b", name, value)], baseline, threshold=0.25).changes
     assert change.regressed is regressed
 
 
