@@ -158,6 +158,11 @@ def named(benchmark: str) -> str:
     return test if test.startswith(file) else f"{file}: {test}" if test else file
 
 
+def shown(ratio: float) -> str:
+    """To three places, and never as a power of ten."""
+    return f"{ratio:.3g}" if ratio < 999.5 else f"{ratio:,.0f}"
+
+
 def _infos(results: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     benchmarks: Iterable[Mapping[str, Any]] = results["benchmarks"]
     for benchmark in benchmarks:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from textwrap import shorten
 
-from kvproof.cli.bench_figures import Curve, Ratio, named
+from kvproof.cli.bench_figures import Curve, Ratio, named, shown
 from kvproof.fuzz.svg import COLOURS, WIDTH, curve, drawing, labelled, logarithmic, text
 
 LEFT, RIGHT, TOP = 80, WIDTH - 20, 20
@@ -65,6 +65,6 @@ def ratios(rows: Sequence[Ratio]) -> str:
         )
         if ratio.aim is not None:
             parts.append(f'<path d="M{across(ratio.aim):.1f} {y + 1}v20" stroke="black" stroke-width="2"/>')
-        parts.append(text(max(one, end, across(ratio.aim or 1.0)) + 6, y + 15, f"{ratio.value:.3g}"))
+        parts.append(text(max(one, end, across(ratio.aim or 1.0)) + 6, y + 15, shown(ratio.value)))
     parts.append(f'<path d="M{one:.1f} 0v{ROW * len(rows)}" stroke="#888888"/>')
     return drawing(parts, ROW * len(rows))

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvproof.cli import bench_plots as plots
 from kvproof.cli.bench_compare import Comparison
-from kvproof.cli.bench_figures import Ratio, absent_of, charts_of, named, notes_of, versions
+from kvproof.cli.bench_figures import Ratio, absent_of, charts_of, named, notes_of, shown, versions
 from kvproof.cli.bench_machine import in_words, this_machine
 from kvproof.cli.bench_run import Run
 from kvproof.fuzz import html
@@ -98,7 +98,7 @@ def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
         [
             named(ratio.benchmark),
             ratio.name,
-            f"{ratio.value:.3g}",
+            shown(ratio.value),
             "" if ratio.aim is None else f"{'>=' if ratio.more_is_better else '<='} {ratio.aim:g}",
             {None: "", True: "yes", False: "no"}[ratio.met],
             *_beside_before(report, ratio),
@@ -113,7 +113,7 @@ def _beside_before(report: Report, ratio: Ratio) -> list[str]:
     change = report.comparison.change(ratio)
     if change is None:
         return ["new", ""]
-    return [f"{change.before:.3g}", f"{change.worse:.2f}{' REGRESSED' if change.regressed else ''}"]
+    return [shown(change.before), f"{change.worse:.2f}{' REGRESSED' if change.regressed else ''}"]
 
 
 def markdown_of(report: Report) -> str:

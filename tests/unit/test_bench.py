@@ -15,7 +15,7 @@ import pytest
 from kvproof.allocator import InvalidArgument
 from kvproof.cli import bench_run, main
 from kvproof.cli.bench_compare import Baseline, compare
-from kvproof.cli.bench_figures import Figures, Ratio, ratios_of
+from kvproof.cli.bench_figures import Figures, Ratio, ratios_of, shown
 from kvproof.cli.bench_machine import in_words, this_machine
 
 BENCHMARKS = """
@@ -278,6 +278,13 @@ def test_which_way_is_worse(name: str, value: float, before: float, regressed: b
     baseline = Baseline(Path("old"), {}, {"b": {name: before}})
     (change,) = compare([Ratio("b", name, value)], baseline, threshold=0.25).changes
     assert change.regressed is regressed
+
+
+@pytest.mark.parametrize(
+    ("ratio", "told"), [(0.1247, "0.125"), (2.0, "2"), (999.4, "999"), (999.6, "1,000"), (12_345.6, "12,346")]
+)
+def test_a_ratio_is_shown_without_powers_of_ten(ratio: float, told: str) -> None:
+    assert shown(ratio) == told
 
 
 def test_a_ratio_says_which_way_is_better() -> None:
