@@ -65,7 +65,7 @@ $(VLLM)/.deps: requirements-vllm.txt
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-compile --requirement $<
 	@touch $@
 
-bench: dev ## benchmarks beside their peers, with a report
+bench: dev ## benchmarks beside their peers, with a report, compared with the stored baseline
 	$(BIN)/kvproof bench --peers
 
 fuzz: dev ## look for failures for ten minutes

@@ -15,6 +15,7 @@ Everything else in `extra_info` is for people: sizes, versions, absolute figures
 
 from __future__ import annotations
 
+import platform
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -109,8 +110,8 @@ class Figures:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of the packages that take part, where they are installed."""
-    found = {}
+    """Of Python, and of the packages that take part where they are installed."""
+    found = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)

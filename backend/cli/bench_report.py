@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import Any
 
 from kvproof.cli import bench_plots as plots
 from kvproof.cli.bench_compare import Comparison
@@ -71,20 +70,14 @@ class Report:
     def origin(self) -> str:
         """When, of what and on what."""
         results = self.run.results
-        commit = results.get("commit_info", {})
-        of = (
-            f" of commit {commit['id'][:10]}{' and changes' if commit.get('dirty') else ''}"
-            if _is_commit(commit)
-            else ""
-        )
+        when, commit = results["datetime"][:16].replace("T", " "), results["commit_info"]
+        of = ""
+        if len(commit["id"]) >= 40:  # it is a word where there is no repository
+            of = f", commit {commit['id'][:10]}{' and changes' if commit['dirty'] else ''}"
         return (
-            f"{results['datetime'][:16].replace('T', ' ')} UTC, {self.run.seconds:.0f} s{of}. "
-            f"Machine: {in_words(this_machine())}. Packages: {listed(versions())}."
+            f"{when} UTC{of}, took {self.run.seconds:.0f} s. Machine: {in_words(this_machine())}. "
+            f"Versions: {listed(versions())}."
         )
-
-
-def _is_commit(commit: dict[str, Any]) -> bool:
-    return len(commit.get("id") or "") >= 40  # it is a word where there is no repository
 
 
 def listed(packages: dict[str, str]) -> str:

@@ -57,7 +57,7 @@ def test_plan(step: str, work: str, benchmark: BenchmarkFixture) -> None:
         "validate": lambda: plan.validate(spec),
         "plan": lambda: backend.plan(plan),
     }
-    benchmark.group = step
+    benchmark.group = f"metadata of a batch: {step}, block {BLOCK_SIZE}"
     benchmark(calls[work])
     named = np.concatenate(tables).astype(np.int32)
     turns = [(timed(calls[work]), timed(named.copy)) for _ in range(TURNS)]
