@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvproof.allocator.errors import InvalidArgument
 from kvproof.attention.errors import InvalidSpec, NotPlanned, UnsupportedSpec
 from kvproof.attention.large_pages import ask_for_large_pages
+from kvproof.attention.ownership import Ownership
 from kvproof.attention.plan import BatchPlan
 from kvproof.attention.spec import CacheSpec, DType, Layout
 
@@ -93,6 +94,7 @@ class AttentionBackend(ABC):
         self.capabilities().check(spec, self.name)
         self.spec = spec
         self.cache = self.create_cache(spec)
+        self._ownership = Ownership(spec)
         self._batch: BatchPlan | None = None
         self._tokens = torch.empty((3, 0), dtype=torch.int64)
 
@@ -145,7 +147,9 @@ class AttentionBackend(ABC):
 
         A backend serves one thread at a time: `plan`, `run` and `copy_blocks` must not overlap.
         """
-        batch.validate(self.spec)
+        if batch.kv_indices.is_contiguous():  # others are refused
+            batch = replace(batch, kv_indices=batch.kv_indices.clone())  # blocks that a caller can't change
+        batch.validate(self.spec, self._ownership)
         self._plan(batch)
         self._tokens = self._place_tokens(batch)
         self._batch = batch
@@ -226,7 +230,10 @@ class AttentionBackend(ABC):
             raise InvalidArgument(f"{name} is on {tensor.device}; the cache is on {self.cache.device}")
 
     def _plan(self, batch: BatchPlan) -> None:  # noqa: B027
-        """Prepare a validated batch; it becomes `self.batch` on return. Raise before changing anything."""
+        """Prepare a validated batch; it becomes `self.batch` on return. Raise before changing anything.
+
+        Its kv_indices are the backend's own, and stay as they are: the next batch is compared with them.
+        """
 
     def _place_tokens(self, batch: BatchPlan) -> Tensor:
         """`token_index` of the batch on the cache's device. Called after `_plan`."""

@@ -17,9 +17,9 @@ class CompiledAttention:
 
         void attend(void *context, int layer, const void *q, const void *k, const void *v, size_t stride, void *out)
 
-    They are as for `run`, in the dtype of `spec`: `out` [num_tokens, num_heads, head_size] contiguous, of the others each
-    token's heads in one piece, with `stride` bytes from a token to the next. Nothing is checked. It is there until
-    the next plan, and `lock` is to be held during a call.
+    They are as for `run`, in the dtype of `spec`: `out` [num_tokens, num_heads, head_size] is contiguous; the others
+    have each token's heads in one piece, and the next token's `stride` bytes further. Nothing is checked. It is there
+    until the next plan, and `lock` is to be held during a call.
     """
 
     run: Callable[[int, Tensor, Tensor, Tensor], Tensor]

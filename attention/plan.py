@@ -40,6 +40,7 @@ from torch import Tensor
 from kvproof.allocator import NULL_BLOCK
 from kvproof.allocator.errors import InvalidArgument
 from kvproof.attention.errors import InvalidBatch
+from kvproof.attention.ownership import Ownership
 from kvproof.attention.plan_rules import (
     Ints,
     check_lengths,
@@ -139,7 +140,7 @@ class BatchPlan:
                 raise InvalidBatch(
                     "seq-len", f"row {row} needs {count} blocks for {seq[row]} tokens; its table has {len(table)}"
                 )
-            kv_indices += table[:count]
+            kv_indices += table if len(table) == count else table[:count]
         indices = np.frombuffer(kv_indices, dtype=np.int32)  # of all there is here, only these grow with the context
         qo_indptr, kv_indptr = _indptr(query), _indptr(blocks)
         positions, slots = tokens(qo_indptr, kv_indptr, indices, seq, block_size)
@@ -180,8 +181,12 @@ class BatchPlan:
         arrays = {name: torch.cat((getattr(self, name), more[name])) for name in ARRAYS}
         return replace(self, **arrays, num_decodes=num_rows, num_padding=count)
 
-    def validate(self, spec: CacheSpec) -> None:
-        """Raise `InvalidBatch`, naming rule, row and value, unless every rule above holds for a cache of `spec`."""
+    def validate(self, spec: CacheSpec, ownership: Ownership | None = None) -> None:
+        """Raise `InvalidBatch`, naming rule, row and value, unless every rule above holds for a cache of `spec`.
+
+        With the `ownership` of that cache's steps before, who owns which block is decided by what has changed since. It
+        keeps the blocks of a valid plan, which must not change any more.
+        """
         for name in ARRAYS:
             check_storage(name, getattr(self, name))
         qo_indptr, kv_indptr, last, slots, positions, seq = (
@@ -228,15 +233,10 @@ class BatchPlan:
         live = rows - self.num_padding
         if self.num_padding:
             check_padding(self.num_padding, self.num_decodes, kv_indptr, indices, seq)
-        first_written = (seq - query) // spec.block_size
-        left = seq - query + 1 - (spec.window or INT32_LIMIT)  # positions that none of the row's queries sees
-        check_ownership(
-            kv_indptr[: live + 1],
-            indices[: kv_indptr[live]],
-            blocks[:live],
-            first_written[:live],
-            np.maximum(left[:live], 0) // spec.block_size,
-        )
+        tables, computed = (kv_indptr[: live + 1], indices[: kv_indptr[live]]), (seq - query)[:live]
+        if ownership is None or not ownership.follow(*tables, computed):
+            left = computed + 1 - (spec.window or INT32_LIMIT)  # positions that none of the row's queries sees
+            check_ownership(*tables, computed // spec.block_size, np.maximum(left, 0) // spec.block_size)
 
 
 def _indptr(counts: Ints) -> Ints:

@@ -87,7 +87,7 @@ def check_rows(query: Ints, seq: Ints) -> int:
     return num_decodes
 
 
-def check_ownership(kv_indptr: Ints, indices: Blocks, blocks: Ints, first_written: Ints, hidden: Ints) -> None:
+def check_ownership(kv_indptr: Ints, indices: Blocks, first_written: Ints, hidden: Ints) -> None:
     """A row names a block once, and only it names the blocks it writes: those from its first_written on.
 
     Of the first `hidden` blocks of a row, which its window has left, those that are the null block do not count.
@@ -95,7 +95,7 @@ def check_ownership(kv_indptr: Ints, indices: Blocks, blocks: Ints, first_writte
     several = named_more_than_once(indices)
     if not several.any():
         return
-    rows = len(blocks)
+    rows, blocks = len(first_written), np.diff(kv_indptr)
     row_of = np.repeat(np.arange(rows), blocks)
     at_in_row = np.arange(len(indices)) - np.repeat(kv_indptr[:-1], blocks)
     written = at_in_row >= np.repeat(first_written, blocks)
@@ -142,11 +142,12 @@ def check_padding(num_padding: int, num_decodes: int, kv_indptr: Ints, indices: 
     if (bad := seq[live:] != 1).any():
         row = live + int(bad.argmax())
         raise InvalidBatch("padding", f"row {row} is padding and has seq_len {seq[row]}; it must be 1")
-    null, padding = indices == NULL_BLOCK, np.arange(len(indices)) >= kv_indptr[live]
-    if (bad := null != padding).any():
+    bad, first = indices == NULL_BLOCK, kv_indptr[live]
+    np.logical_not(bad[first:], out=bad[first:])
+    if bad.any():
         row, at = locate(bad, kv_indptr)
-        is_padding = "padding and names" if padding[at] else "not padding and names"
-        limit = f"not {NULL_BLOCK}" if padding[at] else "which padding writes"
+        is_padding = "padding and names" if at >= first else "not padding and names"
+        limit = f"not {NULL_BLOCK}" if at >= first else "which padding writes"
         raise InvalidBatch("padding", f"row {row} is {is_padding} block {indices[at]}, {limit}")
 
 

@@ -69,8 +69,8 @@ class Context(ctypes.Structure):
 
 
 class Planned(NamedTuple):
-    """A step for the kernel. `plan` points into `arrays`, which are copies: what a caller does to its own batch later
-    must not decide where memory is written."""
+    """A step for the kernel. `plan` points into `arrays`, which are copies or the backend's own: what a caller does to
+    its batch later must not decide where memory is written."""
 
     tokens: int
     most_threads: int
@@ -116,10 +116,10 @@ class TiledKernel:
 
     def plan(self, batch: BatchPlan) -> None:
         """Prepare a validated batch."""
-        qo_indptr, kv_indptr, kv_indices, slots, positions = (
-            array.numpy().copy()
-            for array in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.slot_mapping, batch.positions)
+        qo_indptr, kv_indptr, slots, positions = (
+            array.numpy().copy() for array in (batch.qo_indptr, batch.kv_indptr, batch.slot_mapping, batch.positions)
         )
+        kv_indices = batch.kv_indices.numpy()
         ends = positions + np.int32(1)
         starts = np.maximum(ends - np.int32(self._spec.window or INT32_LIMIT - 1), 0)
         items, members, first_parts, num_parts = cut(

@@ -2,7 +2,7 @@
 
 Rows come, grow by chunks and decodes, share beginnings and go, as under an engine, in random blocks. Their plan is
 compared with one that counts slots in plain Python. Then one rule of `kvproof.attention.plan` is broken in it, and it
-must be refused by that rule's name.
+must be refused by that rule's name. All of them are validated twice, alone and by what differs from the last valid one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvproof.allocator import NULL_BLOCK
 from kvproof.attention import BatchPlan, CacheSpec, InvalidBatch
+from kvproof.attention.ownership import Ownership
 from kvproof.attention.plan import ARRAYS
 from kvproof.fuzz.machines.violations import EMPTY, NUM_BLOCKS, VIOLATIONS, Breakable, Row, counted, in_order
 
@@ -36,6 +38,7 @@ class BatchMachine(RuleBasedStateMachine):
             num_blocks=NUM_BLOCKS,
             block_size=block_size,
         )
+        self.ownership = Ownership(self.spec)
 
     @rule(prompt=st.integers(1, 13), share=st.none() | st.integers(0, 3))
     def arrive(self, prompt: int, share: int | None) -> None:
@@ -54,6 +57,15 @@ class BatchMachine(RuleBasedStateMachine):
             row = self.rows.pop(which % len(self.rows))
             self.place(Row(row.table, row.seq_len, chunk))
 
+    @rule()
+    def decode(self) -> None:
+        """A step is done, and all rows go on with a token each."""
+        self.plan(0)
+        for row in list(self.rows):
+            if row in self.rows:  # it may have had to leave for one before it
+                self.rows.remove(row)
+                self.place(Row(row.table, row.seq_len, 1))
+
     @rule(which=st.integers(0, 7))
     def leave(self, which: int) -> None:
         if self.rows:
@@ -67,13 +79,13 @@ class BatchMachine(RuleBasedStateMachine):
             tables = [array("i", [*row.table, *self.random.sample(range(NUM_BLOCKS), padding)]) for row in rows]
             lens = [row.seq_len for row in rows], [row.query for row in rows]
             plan = BatchPlan.build(tables, *lens, self.block_size)
-            plan.validate(self.spec)
+            self.validate(plan)
             right = counted(rows, self.block_size)
             for name in ARRAYS:
                 assert torch.equal(getattr(plan, name), getattr(right, name)), f"{name} is {getattr(plan, name)}"
             assert plan.num_decodes == right.num_decodes
             if plan.num_decodes == plan.num_rows and NULL_BLOCK not in plan.kv_indices:
-                plan.pad(plan.num_rows + padding).validate(self.spec)
+                self.validate(plan.pad(plan.num_rows + padding))
 
     @rule(name=st.sampled_from(tuple(VIOLATIONS)))
     def violate(self, name: str) -> None:
@@ -88,12 +100,19 @@ class BatchMachine(RuleBasedStateMachine):
         broken = VIOLATIONS[name](valid)
         refused = None
         try:
-            broken.validate(self.spec)
+            self.validate(broken)
         except InvalidBatch as error:
             refused = error
         assert refused is not None, f"a plan that breaks {name} is accepted: {broken}"
         assert refused.rule == name, f"a plan that breaks {name} is refused for {refused}"
         assert "\n" not in str(refused)
+
+    def validate(self, plan: BatchPlan) -> None:
+        """What came before changes nothing."""
+        alone, following = refusal(plan, self.spec), refusal(plan, self.spec, self.ownership)
+        assert str(alone) == str(following), f"refused alone for {alone}, and after other steps for {following}"
+        if alone is not None:
+            raise alone
 
     def place(self, row: Row) -> None:
         """Add a row with the blocks it needs; the oldest rows leave if there are too few."""
@@ -105,3 +124,11 @@ class BatchMachine(RuleBasedStateMachine):
     def free(self, row: Row) -> list[int]:
         used = {block for other in (*self.rows, row) for block in other.table}
         return [block for block in range(NUM_BLOCKS) if block not in used]
+
+
+def refusal(plan: BatchPlan, *cache: Any) -> InvalidBatch | None:
+    try:
+        plan.validate(*cache)
+    except InvalidBatch as error:
+        return error
+    return None

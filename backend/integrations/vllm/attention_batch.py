@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvproof.allocator import KvproofError
 from kvproof.attention import BatchPlan, CacheSpec, InvalidBatch
+from kvproof.attention.ownership import Ownership
 from kvproof.attention.spec import INT32_LIMIT
 
 
@@ -30,10 +31,10 @@ class Plan(BatchPlan):
     is sound with backends that write all of a step's keys and values before they attend, as ours do.
     """
 
-    def validate(self, spec: CacheSpec) -> None:
+    def validate(self, spec: CacheSpec, ownership: Ownership | None = None) -> None:
         """All rules but block-shared, which is the last."""
         try:
-            super().validate(spec)
+            super().validate(spec, ownership)
         except InvalidBatch as error:
             if error.rule != "block-shared":
                 raise
