@@ -1,7 +1,8 @@
 """What a step's metadata costs on the host, once for all layers: building it, validating it, planning with both.
 
-`plan` is the torch backend's, in which `validate` is the first thing. Beside each stands the bare limit: copying as
-many block numbers as the batch names, which a kernel has to be given in one array.
+`validate` knows nothing of other steps; `next` knows the one before, which had the same tables. `plan` is the torch
+backend's, in which `next` is the first thing. Beside each stands the bare limit: copying as many block numbers as the
+batch names, which a kernel has to be given in one array. In a series of steps tables change: see `test_growth.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mode import QUICK
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from kvproof.attention import BatchPlan, CacheSpec
+from kvproof.attention.ownership import Ownership
 from kvproof.attention.torch_paged import TorchAttention
 from kvproof.cli.bench_figures import Figures
 
@@ -32,7 +34,7 @@ STEPS = {  # sequence lengths, query lengths, and blocks that all rows begin wit
 }
 
 
-@pytest.mark.parametrize("work", ["build", "validate", "plan"])
+@pytest.mark.parametrize("work", ["build", "validate", "next", "plan"])
 @pytest.mark.parametrize("step", list(STEPS)[1:3] if QUICK else STEPS)
 def test_plan(step: str, work: str, benchmark: BenchmarkFixture) -> None:
     seq_lens, query_lens, common = STEPS[step]
@@ -51,10 +53,11 @@ def test_plan(step: str, work: str, benchmark: BenchmarkFixture) -> None:
         block_size=BLOCK_SIZE,
     )
     plan = BatchPlan.build(tables, seq_lens, query_lens, BLOCK_SIZE)
-    backend = TorchAttention(spec)
+    backend, known = TorchAttention(spec), Ownership(spec)
     calls: dict[str, Callable[[], object]] = {
         "build": lambda: BatchPlan.build(tables, seq_lens, query_lens, BLOCK_SIZE),
         "validate": lambda: plan.validate(spec),
+        "next": lambda: plan.validate(spec, known),
         "plan": lambda: backend.plan(plan),
     }
     benchmark.group = f"metadata of a batch: {step}, block {BLOCK_SIZE}"

@@ -28,6 +28,7 @@ BLOCK_SIZE = 16
 STEPS = 128  # eight blocks of each sequence
 WARM_UP = 16
 ROUNDS = 5
+STAY = 512  # steps for which a sequence decodes
 
 
 class Load(NamedTuple):
@@ -75,23 +76,62 @@ def allocator_steps(load: Load) -> Step:
     return Step(prepare, run)
 
 
+class Change(NamedTuple):
+    """What has changed since the step before: blocks that tables gained, and a row that left for a new last one."""
+
+    grown: list[tuple[array[int], int]]
+    replaced: tuple[int, array[int]] | None
+    lengths: list[int]
+
+
 def metadata_steps(load: Load) -> Step:
-    """As the engine does it for each step: the plan of the batch, and the attention backend's planning with it."""
-    count = -(-load.context // BLOCK_SIZE)
-    num_blocks = max(load.pool, load.running * count)
+    """As the engine does it for each step: the plan of the batch, and the attention backend's planning with it.
+
+    A row gains a token a step, and so a block in one of sixteen; in one of `STAY` it leaves, and another comes with all
+    of its context. Of that, nothing is timed but the changes to the tables.
+    """
+    longest = -(-(load.context + WARM_UP + STEPS) // BLOCK_SIZE)
+    num_blocks = max(load.pool, 4 * load.running * longest // 3)
     spec = CacheSpec(
         num_layers=1, num_heads=1, num_kv_heads=1, head_size=8, dtype="bfloat16", num_blocks=num_blocks, block_size=16
     )
-    backend = TorchAttention(spec)
-    blocks = random.Random(1).sample(range(num_blocks), load.running * count)
-    tables = [array("i", blocks[row * count : (row + 1) * count]) for row in range(load.running)]
-    lengths, ones = [load.context] * load.running, [1] * load.running
+    backend, draw = TorchAttention(spec), random.Random(1)
+    tables: list[array[int]] = []
+    changes: list[Change] = []
+
+    def prepare() -> None:
+        free = iter(draw.sample(range(num_blocks), num_blocks))
+
+        def table_of(length: int) -> array[int]:
+            return array("i", [next(free) for _ in range(-(-length // BLOCK_SIZE))])
+
+        lengths = [load.context - i % BLOCK_SIZE for i in range(load.running)]
+        tables[:] = [table_of(length) for length in lengths]
+        changes.clear()
+        rows = tables[:]
+        for step in range(WARM_UP + STEPS):
+            full = [table for table, length in zip(rows, lengths, strict=True) if length % BLOCK_SIZE == 0]
+            grown, replaced = [(table, next(free)) for table in full], None
+            lengths = [length + 1 for length in lengths]
+            if step % max(1, STAY // load.running) == 0:
+                left, new = replaced = draw.randrange(load.running), table_of(load.context)
+                rows = [*rows[:left], *rows[left + 1 :], new]
+                lengths = [*lengths[:left], *lengths[left + 1 :], load.context]
+            changes.insert(0, Change(grown, replaced, lengths))
 
     def run(steps: int) -> None:
+        ones = [1] * load.running
         for _ in range(steps):
+            grown, replaced, lengths = changes.pop()
+            for table, block in grown:
+                table.append(block)
+            if replaced:
+                left, new = replaced
+                del tables[left]
+                tables.append(new)
             backend.plan(BatchPlan.build(tables, lengths, ones, BLOCK_SIZE))
 
-    return Step(lambda: None, run)
+    return Step(prepare, run)
 
 
 @pytest.mark.parametrize("axis", AXES)
