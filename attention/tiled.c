@@ -74,7 +74,7 @@ typedef struct {
     uint32_t queries[QUERIES * HEAD_SIZE / 2]; /* for each unit [pairs of elements][16 or 4 queries] */
     uint16_t keys[SPAN * HEAD_SIZE];           /* those that can't be read where they lie */
     uint32_t values[SPAN / 2 * HEAD_SIZE];     /* tiles of 16 pairs of tokens and 16 elements */
-    float scores[SPAN * TILE];                 /* [tokens][16 or 4 queries] */
+    float scores[2 * SPAN * TILE];             /* [tokens][4 queries], or of two units [tokens][16] */
     uint16_t weights[HEADS][TILE * SPAN];      /* for each unit [queries][tokens] */
     float sums[TILE * HEAD_SIZE];
     float folded[QUERIES * HEAD_SIZE];         /* for each unit [queries][head size] */
@@ -209,6 +209,36 @@ INLINE void score(const int n, const int size, const Rows *keys, int begin, int 
         step = end - t < 4 * TILE ? 2 * TILE : 4 * TILE;
         if (step == 4 * TILE) multiply(n, size, 4, keys + t / TILE, queries, scores + t * n);
         else multiply(n, size, 2, keys + t / TILE, queries, scores + t * n);
+        ask(request);
+        ask(request);
+    }
+}
+
+/* The same for two units of 16 queries, one behind the other: keys are loaded once for both. */
+INLINE void score_two(const int size, const Rows *keys, int begin, int end, const uint32_t *queries, float *scores,
+                      Request *request) {
+    const uint32_t *others = queries + TILE * size / 2;
+    for (int t = begin; t < end; t += 2 * TILE) {
+        const Rows *pair = keys + t / TILE;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int d = 0; d < size; d += DEPTH) {
+            _tile_loadd(4, queries + d / 2 * TILE, 64);
+            _tile_loadd(6, pair[0].at + 2 * d, pair[0].stride);
+            _tile_dpbf16ps(0, 6, 4);
+            _tile_loadd(5, others + d / 2 * TILE, 64);
+            _tile_dpbf16ps(1, 6, 5);
+            _tile_loadd(7, pair[1].at + 2 * d, pair[1].stride);
+            _tile_dpbf16ps(2, 7, 4);
+            _tile_dpbf16ps(3, 7, 5);
+        }
+        float *to = scores + t * TILE, *other = to + SPAN * TILE;
+        _tile_stored(0, to, 64);
+        _tile_stored(1, other, 64);
+        _tile_stored(2, to + TILE * TILE, 64);
+        _tile_stored(3, other + TILE * TILE, 64);
         ask(request);
         ask(request);
     }
@@ -430,17 +460,16 @@ static void locate(const Shape *s, const Plan *plan, const Item *item, int span,
     }
 }
 
-/* Whether the keys of 16 tokens lie one behind the other. */
-INLINE int together(const char *const *tokens, size_t stride) {
-    int so = tokens[0] != NULL;
-    for (int i = 1; i < TILE; i++) so &= tokens[i] == tokens[0] + i * stride;
-    return so;
-}
-
-static void copy_keys(const char *const *tokens, size_t offset, size_t bytes, char *copy) {
-    for (int i = 0; i < TILE; i++, copy += bytes) {
-        if (tokens[i]) memcpy(copy, tokens[i] + offset, bytes);
-        else memset(copy, 0, bytes);
+/* A place's keys, `offset` bytes from its tokens' addresses: where they lie, or copied if a block may end within a tile. */
+INLINE void keys_of(const int size, const Shape *s, const Place *p, size_t offset, size_t stride, uint16_t *copies, Rows *keys) {
+    for (int t = p->begin; t < p->end; t += TILE) {
+        uint16_t *copy = copies + t * size;
+        const int together = s->block_size % TILE == 0 && p->from <= t && t + TILE <= p->to;
+        keys[t / TILE] = together ? (Rows){p->tokens[t] + offset, stride} : (Rows){(char *)copy, 2 * size};
+        for (int i = t; !together && i < t + TILE; i++, copy += size) {
+            if (p->tokens[i]) memcpy(copy, p->tokens[i] + offset, 2 * size);
+            else memset(copy, 0, 2 * size);
+        }
     }
 }
 
@@ -536,31 +565,24 @@ INLINE void attend(const int n, const int size, const Shape *s, const Plan *plan
             Request request = {next, next->begin, 0, s->hnd ? heads : 1, s->hnd ? vector : heads * vector, keys_asked, head_offset, values};
             request.quota = 1 + (next->end - next->begin) / (1 + 4 * units * (here->end - here->begin) / DEPTH);
             Rows keys[SPAN / TILE];
-            for (int t = here->begin; t < here->end; t += TILE)
-                keys[t / TILE] = together(here->tokens + t, stride) ? (Rows){here->tokens[t], stride} : (Rows){NULL, vector};
-
             if (small) configure_for_scores(n);
             for (int u = 0; u < units; u++) {
                 const Sight *seen = &sights[small ? 0 : u];
-                const size_t offset = (head + (small ? u : 0)) * head_offset;
+                const uint32_t *packed = w->queries + u * n * size / 2;
+                float *scores = w->scores + (small ? 0 : u % 2 * SPAN * n);
+                if (small || u == 0) keys_of(size, s, here, (head + (small ? u : 0)) * head_offset, stride, w->keys, keys);
                 ends[u] = up(within(seen->last_stop - position, 0, SPAN));
-                Rows mine[SPAN / TILE];
-                if (small || u == 0) {
-                    for (int t = here->begin; t < here->end; t += TILE) {
-                        char *copy = (char *)(w->keys + t * size);
-                        mine[t / TILE] = (Rows){keys[t / TILE].at ? keys[t / TILE].at + offset : copy, keys[t / TILE].stride};
-                        if (!keys[t / TILE].at) copy_keys(here->tokens + t, offset, vector, copy);
-                    }
-                    if (!small) memcpy(keys, mine, sizeof keys);
-                } else {
-                    memcpy(mine, keys, sizeof keys);
-                }
-                if (ends[u] <= here->begin) continue;
                 __asm__ volatile("" : : : "memory"); /* GCC does not know that tiles are loaded from memory */
-                score(n, size, mine, here->begin, ends[u], w->queries + u * n * size / 2, w->scores, &request);
+                if (small || (u % 2 == 0 && u + 1 == units)) {
+                    score(n, size, keys, here->begin, ends[u], packed, scores, &request);
+                } else if (u % 2 == 0) {
+                    const int end = up(within(sights[u + 1].last_stop - position, 0, SPAN));
+                    score_two(size, keys, here->begin, ends[u] > end ? ends[u] : end, packed, scores, &request);
+                }
                 __asm__ volatile("" : : : "memory");
-                weigh(n, s, w->scores, here->begin, ends[u], position, seen->starts, seen->stops, seen->last_start - position,
-                      seen->first_stop - position, &got[u], w->weights[u], &request);
+                if (ends[u] > here->begin)
+                    weigh(n, s, scores, here->begin, ends[u], position, seen->starts, seen->stops, seen->last_start - position,
+                          seen->first_stop - position, &got[u], w->weights[u], &request);
             }
             if (small) configure_for_values(n);
             for (int u = 0; u < units; u++) {
