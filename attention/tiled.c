@@ -30,10 +30,10 @@ typedef struct {
 } Shape;
 
 /* The tokens members[first] to members[first + count] in the spans first_span to end_span. All of them see the same blocks
-   there. If the item is `whole`, they see no other spans, and their result is written at once; otherwise it is about one
-   span, whose part is kept. */
+   there. If `part` is negative, they see no other spans, and their result is written at once. Otherwise what is known of
+   these spans is kept as that part of each token; only a first part is of more than one. */
 typedef struct {
-    int32_t first, count, first_span, end_span, whole;
+    int32_t first, count, first_span, end_span, part;
 } Item;
 
 /* Of each token of the step: its row, the positions that it sees (from starts to ends), and of those that have parts,
@@ -401,7 +401,7 @@ INLINE void finish(const int size, const Shape *s, float max, float weight, cons
     if (call->lse) call->lse[at] = max * (s->soft_cap ? 1 : s->scale) + logf(weight);
 }
 
-/* A part is of one token and one span: the largest scores and the weights of all heads, in whole vectors, and their sums. */
+/* A part of a token: the largest scores and the weights of all heads, in whole vectors, and their sums. */
 INLINE int padded_heads(const Shape *s) { return (s->num_heads + TILE - 1) / TILE * TILE; }
 INLINE size_t part_floats(const Shape *s) { return padded_heads(s) * (2 + (size_t)s->head_size); }
 
@@ -607,16 +607,16 @@ INLINE void attend(const int n, const int size, const Shape *s, const Plan *plan
             for (int i = 0; i < n && first + i < queries; i++) {
                 const int token = members[(first + i) / group], query_head = of * group + (first + i) % group;
                 const float *sums = states[u].sums + i * size;
-                if (item->whole) {
+                if (item->part < 0) {
                     finish(size, s, max[i], weight[i], sums, token, query_head, call);
                 } else {
-                    const int part = plan->first_parts[token] + item->first_span - plan->starts[token] / SPAN;
-                    keep(size, s, max[i], weight[i], sums, plan->parts + part * part_floats(s), query_head);
+                    float *part = plan->parts + (plan->first_parts[token] + item->part) * part_floats(s);
+                    keep(size, s, max[i], weight[i], sums, part, query_head);
                 }
             }
         }
     }
-    for (int i = 0; !item->whole && i < item->count; i++) {
+    for (int i = 0; item->part >= 0 && i < item->count; i++) {
         const int token = members[i];
         if (__atomic_sub_fetch(&plan->pending[token], 1, __ATOMIC_ACQ_REL) == 0) {
             plan->pending[token] = plan->num_parts[token];

@@ -26,8 +26,8 @@ from kvproof.attention.spec import INT32_LIMIT, CacheSpec
 from kvproof.attention.tiled_plan import SPAN, cut
 
 SOURCE = Path(__file__).with_name("tiled.c")
-QUERIES, HEAD_SIZE, DEPTH = 96, 256, 32
-"""Most queries of a key head in an item, largest head size, and what head sizes are multiples of."""
+TILE, QUERIES, HEAD_SIZE, DEPTH = 16, 96, 256, 32
+"""Queries of a column, most queries of a key head in an item, largest head size, and what it is a multiple of."""
 
 THREAD_BYTES = 2**16
 """Keys and values that are worth a thread."""
@@ -126,6 +126,8 @@ class TiledKernel:
             *(qo_indptr, kv_indptr, kv_indices, starts, ends),
             decodes=batch.num_decodes,
             block_size=self._spec.block_size,
+            threads=native.num_threads(),
+            least=-(-TILE // self._spec.group_size),
             most=QUERIES // self._spec.group_size,
         )
         rows = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(qo_indptr))

@@ -13,11 +13,14 @@ Ints = NDArray[np.int32]
 SPAN = 256
 """Tokens that a query's scores are kept of at once."""
 
+ITEMS_PER_THREAD = 4
+"""So many are enough for the threads to end at about the same time."""
+
 
 class Items(NamedTuple):
     """What `tiled.c` calls by these names. Tokens that have no parts are whole in their only item."""
 
-    items: Ints  # [num_items, 5]: first, count, first_span, end_span, whole
+    items: Ints  # [num_items, 5]: first, count, first_span, end_span, part
     members: Ints
     first_parts: Ints  # [T]
     num_parts: Ints  # [T]
@@ -32,67 +35,75 @@ def cut(
     *,
     decodes: int,
     block_size: int,
+    threads: int,
+    least: int,
     most: int,
 ) -> Items:
     """Cut a step into items of at most `most` tokens. Token t sees the positions starts[t] to ends[t] of its row.
 
-    A decode is an item of its own for each of its spans, but rows that name the same blocks in a span are one item
-    there. A prefill's tokens go through all their spans in items of neighbours.
+    A prefill's tokens are whole in items of neighbours. A decode is whole in an item of its own, unless that would keep
+    a thread busy for too long: then each of its spans is an item, and a part. Rows that name the same blocks from their
+    first span on go through those spans in one item, which is their first part, or in several of at least `least` rows.
     """
     first_spans, end_spans = starts // SPAN, -(-ends // SPAN)
     spans = end_spans[:decodes] - first_spans[:decodes]
-    num_parts = np.zeros(len(ends), dtype=np.int32)
-    num_parts[:decodes] = np.where(spans > 1, spans, 0)
-    first_parts = np.cumsum(num_parts, dtype=np.int32) - num_parts
-
-    row = np.repeat(np.arange(decodes, dtype=np.int32), spans)
-    span = (
-        first_spans[row]
-        + np.arange(len(row), dtype=np.int32)
-        - np.repeat(np.cumsum(spans, dtype=np.int32) - spans, spans)
-    )
-    alone = np.ones(len(row), dtype=np.bool_)
-    members, shared = [np.arange(len(ends), dtype=np.int32)], []
+    together = np.zeros(decodes, dtype=np.int32)  # spans from the first on that a row goes through with others
+    members, several = [np.arange(len(ends), dtype=np.int32)], []
     num_members = len(ends)
-    for at, rows in shared_spans(kv_indptr, kv_indices, starts[:decodes], ends[:decodes], block_size):
-        for part in np.split(rows, range(most, len(rows), most)):
-            shared.append((num_members, len(part), at, at + 1, 0))
+    for end, rows in shared_runs(kv_indptr, kv_indices, starts[:decodes], ends[:decodes], block_size):
+        together[rows] = end - first_spans[rows]
+        size = min(max(-(-len(rows) // threads), least), most)
+        for part in np.split(rows, range(size, len(rows), size)):
+            several.append((num_members, len(part), first_spans[rows[0]], end, 0))
             members.append(part)
             num_members += len(part)
-        alone[np.searchsorted(row, rows) + at - first_spans[rows]] = False
-    row, span = row[alone], span[alone]
-    lone = np.stack((row, np.ones_like(row), span, span + 1, spans[row] == 1), axis=1)
-
-    prefills = []
     for start, end in zip(qo_indptr[decodes:-1].tolist(), qo_indptr[decodes + 1 :].tolist(), strict=True):
         for first in range(start, end, most):
             last = min(first + most, end) - 1
-            prefills.append((first, last + 1 - first, first_spans[first], end_spans[last], 1))
-    several = np.array(shared + prefills[::-1], dtype=np.int32).reshape(-1, 5)
-    return Items(np.concatenate((several, lone), dtype=np.int32), np.concatenate(members), first_parts, num_parts)
+            several.append((first, last + 1 - first, first_spans[first], end_spans[last], -1))
+
+    shares = together > 0
+    whole = ~shares & (spans <= max(1, int(spans.sum()) // (ITEMS_PER_THREAD * threads)))
+    num_items = np.where(whole, 1, spans - together)
+    row = np.repeat(np.arange(decodes, dtype=np.int32), num_items)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(num_items) - num_items, num_items)
+    first_span = first_spans[row] + together[row] + nth
+    end_span = np.where(whole[row], end_spans[row], first_span + 1)
+    part = np.where(whole[row], -1, nth + shares[row])
+    alone = np.stack((row, np.ones_like(row), first_span, end_span, part), axis=1)
+
+    num_parts = np.zeros(len(ends), dtype=np.int32)
+    num_parts[:decodes] = np.where(whole, 0, num_items + shares)
+    first_parts = np.cumsum(num_parts, dtype=np.int32) - num_parts
+    items = np.concatenate((np.array(several, dtype=np.int32).reshape(-1, 5), alone), dtype=np.int32)
+    return Items(items, np.concatenate(members), first_parts, num_parts)
 
 
-def shared_spans(
+def shared_runs(
     kv_indptr: Ints, kv_indices: Ints, starts: Ints, ends: Ints, block_size: int
 ) -> Iterator[tuple[int, Ints]]:
-    """Spans in which several decodes see the same blocks from first to last, and their rows.
+    """Decodes that see the same blocks in their first spans, and the span before which that ends.
 
-    As a prefix cache shares blocks: rows that share a span share all before it. Others that they may share are missed.
+    Rows that share more with each other than with the rest are a run of their own.
     """
     if len(starts) < 2:
         return
     first = -(-starts // SPAN)
-    span = int(first.min())
-    groups = [np.flatnonzero(first == span).astype(np.int32)]
+    span = beginning = int(first.min())
+    groups = [np.flatnonzero((first == beginning) & (starts // SPAN == beginning)).astype(np.int32)]
     while groups:
         at, to = span * SPAN // block_size, -(-(span + 1) * SPAN // block_size)
-        same: dict[bytes, list[int]] = {}
+        going_on: list[Ints] = []
         for group in groups:
+            same: dict[bytes, list[int]] = {}
             rows = group[ends[group] >= (span + 1) * SPAN]
             if len(np.unique(kv_indices[kv_indptr[rows] + at])) < len(rows):
                 for row in rows.tolist():
                     blocks = kv_indices[kv_indptr[row] + at : kv_indptr[row] + to]
                     same.setdefault(blocks.tobytes(), []).append(row)
-        groups = [np.array(rows, dtype=np.int32) for rows in same.values() if len(rows) > 1]
-        yield from ((span, rows) for rows in groups)
+            further = [np.array(rows, dtype=np.int32) for rows in same.values() if len(rows) > 1]
+            going_on += further
+            if span > beginning and len(left := np.setdiff1d(group, np.concatenate((*further, group[:0])))):
+                yield span, left
+        groups = going_on
         span += 1
