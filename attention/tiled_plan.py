@@ -92,18 +92,25 @@ def shared_runs(
     span = beginning = int(first.min())
     groups = [np.flatnonzero((first == beginning) & (starts // SPAN == beginning)).astype(np.int32)]
     while groups:
-        at, to = span * SPAN // block_size, -(-(span + 1) * SPAN // block_size)
+        columns = np.arange(span * SPAN // block_size, -(-(span + 1) * SPAN // block_size))
         going_on: list[Ints] = []
         for group in groups:
-            same: dict[bytes, list[int]] = {}
             rows = group[ends[group] >= (span + 1) * SPAN]
-            if len(np.unique(kv_indices[kv_indptr[rows] + at])) < len(rows):
-                for row in rows.tolist():
-                    blocks = kv_indices[kv_indptr[row] + at : kv_indptr[row] + to]
-                    same.setdefault(blocks.tobytes(), []).append(row)
-            further = [np.array(rows, dtype=np.int32) for rows in same.values() if len(rows) > 1]
-            going_on += further
-            if span > beginning and len(left := np.setdiff1d(group, np.concatenate((*further, group[:0])))):
-                yield span, left
+            same: list[Ints] = []
+            if len(np.unique(kv_indices[kv_indptr[rows] + columns[0]])) < len(rows):
+                same = _equal(rows, kv_indices[kv_indptr[rows, None] + columns])
+            going_on += same
+            if span > beginning and sum(map(len, same)) < len(group):
+                yield span, np.setdiff1d(group, np.concatenate((*same, group[:0])))
         groups = going_on
         span += 1
+
+
+def _equal(rows: Ints, blocks: Ints) -> list[Ints]:
+    """Those of `rows` whose `blocks` [rows, count] are equal, in groups of several."""
+    if (blocks == blocks[0]).all():
+        return [rows]
+    same: dict[bytes, list[int]] = {}
+    for row, named in zip(rows.tolist(), blocks, strict=True):
+        same.setdefault(named.tobytes(), []).append(row)
+    return [np.array(group, dtype=np.int32) for group in same.values() if len(group) > 1]
