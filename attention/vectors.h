@@ -8,6 +8,7 @@
 #include <string.h>
 
 #if defined __AVX512F__
+#include <immintrin.h>
 #define LANES 16
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
@@ -162,10 +163,20 @@ INLINE vec exponential(vec x) {
     return choose(x != x, x, choose(x < -87.0f, fill(0), result));
 }
 
+/* 1 / x for x from 1 to 2, to a few units in the last place; NaN for NaN. */
+INLINE vec reciprocal(vec x) {
+#if defined __AVX512F__
+    const vec r = (vec)_mm512_rcp14_ps((__m512)x);
+    return r * (2 - x * r);
+#else
+    return 1 / x;
+#endif
+}
+
 /* x / (1 + e^-x). */
 INLINE vec silu(vec x) {
     const vec e = exponential(choose(x > 0, -x, x));
-    return x * choose(x > 0, fill(1), e) / (1 + e);
+    return x * choose(x > 0, fill(1), e) * reciprocal(1 + e);
 }
 
 /* tanh x (as in Cephes' tanhf), to a few units in the last place; NaN for NaN. */

@@ -16,8 +16,6 @@ enum {
     AHEAD = 64 * 1024,   /* bytes between asking for a weight and reading it */
 };
 
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-
 /* 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
 static void configure(int rows) {
     const int first = rows > TILE ? TILE : rows, second = rows > TILE ? rows - TILE : 1;
@@ -28,22 +26,11 @@ INLINE void ask_for(const char *tile) {
     for (int byte = 0; byte < TILE_BYTES; byte += 64) __builtin_prefetch(tile + byte, 0, 2);
 }
 
-INLINE vec load_16(const uint16_t *from) {
-    halves h;
-    memcpy(&h, from, sizeof h);
-    return from_bfloat16(__builtin_convertvector(h, words));
-}
-
-INLINE void store_16(uint16_t *to, vec x) {
-    const halves h = __builtin_convertvector(to_bfloat16(x), halves);
-    memcpy(to, &h, sizeof h);
-}
+INLINE vec wide(__m256i halves) { return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16); }
+INLINE __m256i narrow(vec x) { return (__m256i)_mm512_cvtneps_pbh((__m512)x); } /* subnormal numbers become 0 */
 
 /* silu(gate) * up, rounded where `silu_mul` in layers.c rounds. */
-INLINE vec gate_times_up(vec gate, vec up) {
-    gate = rounded(BFLOAT16, gate), up = rounded(BFLOAT16, up);
-    return rounded(BFLOAT16, silu(gate)) * up;
-}
+INLINE __m256i gate_times_up(vec gate, vec up) { return narrow(wide(narrow(silu(wide(narrow(gate))))) * wide(narrow(up))); }
 
 typedef struct {
     int inputs, outputs, gated; /* gated: a panel's first tiles are gates and its second ones ups, of 16 results */
@@ -80,16 +67,17 @@ INLINE void multiply(const int two, int rows, const Weight *w, int panel, const 
         _tile_stored(3, sums[TILE][1], sizeof sums[0]);
     }
     vec bias[2] = {0};
-    for (int half = 0; w->bias && half < 2; half++) bias[half] = load_16(w->bias + panel * PANEL + half * TILE);
+    for (int half = 0; w->bias && half < 2; half++) bias[half] = wide(_mm256_loadu_si256((__m256i *)(w->bias + panel * PANEL + half * TILE)));
     for (int r = 0; r < rows; r++) {
         vec sum[2];
         memcpy(sum, sums[r], sizeof sum);
         for (int half = 0; half < 2; half++) sum[half] += bias[half];
         if (w->gated) {
-            store_16(y + r * (size_t)(w->outputs / 2) + panel * TILE, gate_times_up(sum[0], sum[1]));
+            uint16_t *to = y + r * (size_t)(w->outputs / 2) + panel * TILE;
+            _mm256_storeu_si256((__m256i *)to, gate_times_up(sum[0], sum[1]));
         } else {
-            for (int half = 0; half < 2; half++)
-                store_16(y + r * (size_t)w->outputs + panel * PANEL + half * TILE, sum[half]);
+            uint16_t *to = y + r * (size_t)w->outputs + panel * PANEL;
+            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)sum[1], (__m512)sum[0]));
         }
     }
 }
