@@ -155,12 +155,12 @@ class TorchAttention(AttentionBackend):
         return to_device(torch.from_numpy(index.reshape(-1)), self.cache.device)
 
     def _run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._kernel is None:
+        if self._kernel is None or type(self) is not TorchAttention:  # a subclass may have parts of its own
             return super()._run(layer, q, k, v)
         return self._and_gathered(layer, q, self._kernel.run(layer, q, k, v))
 
     def step_attention(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        # What a subclass or a caller has put in the place of `run` and its parts must be called.
+        # What a subclass or a caller has put in the place of `run` must be called.
         if type(self) is TorchAttention and "run" not in vars(self) and isinstance(self._kernel, TiledKernel):
             return self._kernel.compiled(self.run)
         return self.run
