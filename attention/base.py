@@ -176,7 +176,8 @@ class AttentionBackend(ABC):
         self._check("k", k, (tokens, spec.num_kv_heads, spec.head_size))
         self._check("v", v, (tokens, spec.num_kv_heads, spec.head_size))
         with torch.no_grad():
-            return self._run(layer, q, k, v)
+            self._write(layer, k, v)
+            return self._attend(layer, q)
 
     def step_attention(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         """`run` for the planned step's model runner: a `CompiledAttention` where the backend has one."""
@@ -238,11 +239,6 @@ class AttentionBackend(ABC):
     def _place_tokens(self, batch: BatchPlan) -> Tensor:
         """`token_index` of the batch on the cache's device. Called after `_plan`."""
         return to_device(token_index(batch, self.spec.block_size), self.spec.device)
-
-    def _run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`run`, of what fits. For backends that do both in one call."""
-        self._write(layer, k, v)
-        return self._attend(layer, q)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._write_at(self._tokens, layer, k, v)

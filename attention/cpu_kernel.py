@@ -124,11 +124,6 @@ class DecodeKernel:
         with self._lock:
             self._planned = Planned(rows, batch.num_tokens, most_threads, plan, slots, (*arrays, work))
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`write` and then `attend`."""
-        self.write(layer, k, v)
-        return self.attend(layer, q)
-
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write all tokens' k and v [T, num_kv_heads, head_size] to their slots."""
         k, v = self._packed(k), self._packed(v)

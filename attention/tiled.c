@@ -655,7 +655,12 @@ int kvproof_limits(int i) { return ((int[]){SPAN, QUERIES, HEAD_SIZE})[i]; }
 size_t kvproof_work_bytes(void) { return sizeof(Work); }
 size_t kvproof_part_floats(const Shape *s) { return part_floats(s); }
 
-/* Writes the step's keys and values, and then attends. `work` has kvproof_work_bytes for each thread. */
+/* Writes the step's keys and values. */
+void kvproof_write(const Shape *s, const Plan *plan, const Call *call) {
+    for (int token = 0; token < plan->num_tokens; token++) write_token(s, plan, call, token);
+}
+
+/* Writes the step's keys and values if there are any, and then attends. `work` has kvproof_work_bytes for each thread. */
 void kvproof_attend(const Shape *s, const Plan *plan, const Call *call, int threads, Work *work) {
     const int group = s->num_heads / s->num_kv_heads;
     int started = 0, taken = 0;

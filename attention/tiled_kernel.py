@@ -142,16 +142,30 @@ class TiledKernel:
             plan = Plan(len(items), batch.num_tokens, *addresses, self._parts.data_ptr())
             self._planned = Planned(batch.num_tokens, most_threads, plan, (*arrays, pending))
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [T, num_kv_heads, head_size] to their slots, and attend as `attend` does."""
-        return self._call(layer, q, self._packed(k), self._packed(v), None)
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write all tokens' k and v [T, num_kv_heads, head_size] to their slots."""
+        k, v = self._packed(k), self._packed(v)
+        with self._lock:
+            step = self._step(len(k))
+            (at_k, k_stride), (at_v, v_stride) = _rows(k), _rows(v)
+            call = Call(self._cache[layer].data_ptr(), None, at_k, at_v, 0, k_stride, v_stride, None, None)
+            self._library.kvproof_write(self._shape, step.plan, call)
 
     def attend(self, layer: int, q: Tensor, lse: Tensor | None = None) -> Tensor:
         """Attention of all tokens, [T, num_heads, head_size].
 
         Fills `lse`, contiguous float32 [T, num_heads], with the natural log-sum-exps of their scores.
         """
-        return self._call(layer, q, None, None, lse)
+        q = self._packed(q)
+        with self._lock:
+            step = self._step(len(q))
+            out = torch.empty(q.shape, dtype=q.dtype)
+            at_q, q_stride = _rows(q)
+            cache, at_lse = self._cache[layer].data_ptr(), None if lse is None else lse.data_ptr()
+            call = Call(cache, at_q, None, None, q_stride, 0, 0, out.data_ptr(), at_lse)
+            threads = self._threads(step)
+            self._library.kvproof_attend(self._shape, step.plan, call, threads, self._work.data_ptr())
+        return out
 
     def compiled(self, run: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> CompiledAttention:
         """The planned step for compiled code, and `run` for others. Raises `NotPlanned` before the first plan."""
@@ -174,28 +188,20 @@ class TiledKernel:
             self._work = torch.empty(size, dtype=torch.uint8, device="cpu")
         return threads
 
-    def _call(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, lse: Tensor | None) -> Tensor:
-        q = self._packed(q)
-        with self._lock:
-            step = self._planned
-            if step is None or step.tokens != len(q):  # memory behind them would be read
-                raise NotPlanned(f"there are {len(q)} tokens, and the last plan was of another step")
-            out = torch.empty(q.shape, dtype=q.dtype)
-            threads = self._threads(step)
-            (at_q, q_stride), (at_k, k_stride), (at_v, v_stride) = _rows(q), _rows(k), _rows(v)
-            cache, at_lse = self._cache[layer].data_ptr(), None if lse is None else lse.data_ptr()
-            call = Call(cache, at_q, at_k, at_v, q_stride, k_stride, v_stride, out.data_ptr(), at_lse)
-            self._library.kvproof_attend(self._shape, step.plan, call, threads, self._work.data_ptr())
-        return out
+    def _step(self, num_tokens: int) -> Planned:
+        """The planned step, which must be of so many tokens: memory behind others would be read."""
+        if self._planned is None or self._planned.tokens != num_tokens:
+            raise NotPlanned(f"there are {num_tokens} tokens, and the last plan was of another step")
+        return self._planned
 
     def _packed(self, x: Tensor) -> Tensor:
         """With each token's heads in one piece; tokens may be apart, as in a slice of fused projections."""
         return x if x.stride()[1:] == (self._spec.head_size, 1) else x.contiguous()
 
 
-def _rows(x: Tensor | None) -> tuple[int | None, int]:
+def _rows(x: Tensor) -> tuple[int, int]:
     """Address of the first token, and bytes from one to the next."""
-    return (None, 0) if x is None else (x.data_ptr(), 2 * x.stride(0))
+    return x.data_ptr(), x.stride(0) * x.element_size()
 
 
 @cache
@@ -211,4 +217,6 @@ def load() -> ctypes.CDLL | None:
     library.kvproof_work_bytes.restype = c_size_t
     library.kvproof_attend.argtypes = [POINTER(Shape), POINTER(Plan), POINTER(Call), c_int, c_void_p]
     library.kvproof_attend.restype = None
+    library.kvproof_write.argtypes = [POINTER(Shape), POINTER(Plan), POINTER(Call)]
+    library.kvproof_write.restype = None
     return library

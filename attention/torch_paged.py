@@ -154,19 +154,21 @@ class TorchAttention(AttentionBackend):
     def _index(self, index: Ints) -> Tensor:
         return to_device(torch.from_numpy(index.reshape(-1)), self.cache.device)
 
-    def _run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._kernel is None or type(self) is not TorchAttention:  # a subclass may have parts of its own
-            return super()._run(layer, q, k, v)
-        return self._and_gathered(layer, q, self._kernel.run(layer, q, k, v))
-
-    def step_attention(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        # What a subclass or a caller has put in the place of `run` must be called.
-        if type(self) is TorchAttention and "run" not in vars(self) and isinstance(self._kernel, TiledKernel):
-            return self._kernel.compiled(self.run)
-        return self.run
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self._kernel:
+            self._kernel.write(layer, k, v)
+        else:
+            super()._write(layer, k, v)
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
         return self._and_gathered(layer, q, self._kernel.attend(layer, q) if self._kernel else q[:0])
+
+    def step_attention(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        # What somebody has put in the place of `run` or a part of it, here or in a subclass, must be called.
+        untouched = _parts(type(self)) == PARTS and not vars(self).keys() & {"run", "_write", "_attend"}
+        if untouched and isinstance(self._kernel, TiledKernel):
+            return self._kernel.compiled(self.run)
+        return self.run
 
     def _and_gathered(self, layer: int, q: Tensor, first: Tensor) -> Tensor:
         """The result for q, which is there for its first tokens."""
@@ -236,6 +238,14 @@ class TorchAttention(AttentionBackend):
         attended = scores.softmax(-1) @ call.values.float().unsqueeze(2)
         lse = scores.logsumexp(-1).permute(0, 3, 1, 2)
         return attended.permute(0, 3, 1, 2, 4).reshape(q.shape).to(q.dtype), lse.reshape(q.shape[:2])
+
+
+def _parts(kind: type[TorchAttention]) -> tuple[object, ...]:
+    """What a step's attention is made of."""
+    return kind.run, kind._write, kind._attend
+
+
+PARTS = _parts(TorchAttention)
 
 
 def _similar_rows(query_lens: list[int], keys: list[int], most_keys: int) -> Iterator[list[int]]:
