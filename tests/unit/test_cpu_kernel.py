@@ -1,4 +1,7 @@
-"""How the decode kernel is built, kept, refused and driven. What it computes is tested with the backends."""
+"""How the decode kernel is built, kept, refused and driven; and the matrix unit's is driven alike.
+
+What they compute is tested with the backends.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvproof.attention import BatchPlan, CacheSpec, NotPlanned, cpu_kernel, native
+from kvproof.attention import BatchPlan, CacheSpec, NotPlanned, cpu_kernel, native, tiled_kernel
+from kvproof.attention.cpu_kernel import DecodeKernel
+from kvproof.attention.tiled_kernel import TiledKernel
 from kvproof.attention.torch_paged import TorchAttention
 
 SMALL = "int answer(void) { return 42; }"
+
+
+@pytest.fixture(autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode kernel is meant, also where there is a matrix unit, unless a test says `both`."""
+    if getattr(request, "param", "decode") == "decode":
+        monkeypatch.setattr(TiledKernel, "create", lambda *_: None)
+    elif tiled_kernel.load() is None:
+        pytest.skip("no matrix unit, or no compiler")
+
+
+both = pytest.mark.parametrize("kernel", ["decode", "tiles"], indirect=True)
 
 
 @pytest.fixture
@@ -199,6 +216,7 @@ def test_without_the_kernel_attention_says_so_and_works(
     assert backend.run(0, *tokens()).isfinite().all()
 
 
+@both
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KVPROOF_NO_KERNEL", "1")
     assert make_backend()._kernel is None
@@ -212,6 +230,7 @@ def needs_kernel() -> TorchAttention:
     return backend
 
 
+@both
 def test_slices_of_fused_projections_are_read_where_they_lie() -> None:
     backend = needs_kernel()
     q, k, v = tokens()
@@ -225,6 +244,7 @@ def test_slices_of_fused_projections_are_read_where_they_lie() -> None:
         assert torch.equal(backend.run(0, strided, k, v), apart)
 
 
+@both
 def test_threads_change_no_bit_and_come_from_the_one_openmp_library() -> None:
     def libraries() -> set[str]:
         maps = Path("/proc/self/maps").read_text().split()
@@ -244,6 +264,7 @@ def test_threads_change_no_bit_and_come_from_the_one_openmp_library() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@both
 def test_a_forked_child_computes_on_one_thread() -> None:
     backend = needs_kernel()
     threads = torch.get_num_threads()
@@ -277,7 +298,7 @@ def test_a_longer_batch_gets_more_room_for_its_sums() -> None:
 
 def planned() -> tuple[TorchAttention, BatchPlan]:
     shape = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_size": 32}
-    spec = CacheSpec(**shape, num_blocks=8, block_size=4, dtype="float32")
+    spec = CacheSpec(**shape, num_blocks=8, block_size=4, dtype="bfloat16")
     backend = TorchAttention(spec)
     batch = BatchPlan.build([array("i", [3, 5])], [6], [1], 4)
     backend.plan(batch)
@@ -286,19 +307,21 @@ def planned() -> tuple[TorchAttention, BatchPlan]:
 
 def one_token() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 32, generator=generator) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(1, heads, 32, generator=generator).bfloat16() for heads in (4, 2, 2))
     return q, k, v
 
 
+@both
 def test_what_a_caller_does_to_its_arrays_later_decides_nothing() -> None:
     """Else memory outside the cache would be written and read."""
     backend, batch = planned()
     expected = backend.run(0, *one_token()).clone()
-    for name in ("slot_mapping", "kv_indices", "kv_indptr", "seq_lens"):
+    for name in ("slot_mapping", "kv_indices", "kv_indptr", "qo_indptr", "positions", "seq_lens"):
         getattr(batch, name).fill_(2**30)
     assert torch.equal(backend.run(0, *one_token()), expected)
 
 
+@both
 def test_the_cache_is_found_where_it_has_moved_to() -> None:
     backend, _ = planned()
     expected = backend.run(0, *one_token()).clone()
@@ -308,6 +331,7 @@ def test_the_cache_is_found_where_it_has_moved_to() -> None:
     assert backend.cache.any()
 
 
+@both
 def test_another_default_device_changes_nothing() -> None:
     expected = planned()[0].run(0, *one_token()).clone()
     inputs = one_token()
@@ -320,23 +344,24 @@ def test_another_default_device_changes_nothing() -> None:
     assert torch.equal(result, expected)
 
 
+@both
 def test_a_step_that_is_not_the_planned_one_reads_nothing() -> None:
-    backend, _ = planned()
-    assert backend._kernel is not None
+    kernel = planned()[0]._kernel
+    assert kernel is not None
     q, k, v = (x.repeat(2, 1, 1) for x in one_token())
     with pytest.raises(NotPlanned, match="there are 2 tokens, and the last plan was of another step"):
-        backend._kernel.attend(0, q)
+        kernel.attend(0, q)
     with pytest.raises(NotPlanned):
-        backend._kernel.write(0, k, v)
+        kernel.write(0, k, v) if isinstance(kernel, DecodeKernel) else kernel.run(0, q, k, v)
 
 
+@both
 def test_threads_take_turns() -> None:
-    backend, _ = planned()
-    kernel = backend._kernel
+    backend = needs_kernel()
+    kernel, expected = backend._kernel, backend.run(0, *tokens())
     assert kernel is not None
-    expected = backend.run(0, *one_token()).clone()
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: kernel.attend(0, one_token()[0]), range(200)))
+        results = list(pool.map(lambda _: kernel.attend(0, tokens()[0]), range(200)))
     assert all(torch.equal(result, expected) for result in results)
 
 
@@ -362,6 +387,12 @@ def test_the_soft_cap_is_good_to_a_few_units() -> None:
     backend.run(0, q, one, one)
     lse = backend.attend_lse(0, q)[1]
     torch.testing.assert_close(lse.double(), torch.tanh(q.double())[..., 0], rtol=4 * 2**-24, atol=0)
+
+
+@pytest.mark.usefixtures("folder")
+def test_without_a_compiler_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert tiled_kernel.load.__wrapped__() is None
 
 
 def test_a_relative_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ class OnlyTiles(Tiles):
 
     @classmethod
     def capabilities(cls) -> Capabilities:
-        declared = super().capabilities()
-        return replace(declared, devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}), head_sizes=frozenset({32, 96}))
+        narrow = {"devices": {"cpu"}, "dtypes": {"bfloat16"}, "head_sizes": {32, 96}}
+        return replace(super().capabilities(), **{name: frozenset(only) for name, only in narrow.items()})
 
 
 test_it_conforms = attention_checks(OnlyTiles, examples=25)
@@ -215,7 +215,7 @@ def with_rubbish(kernel: TiledKernel) -> None:
 @settings(max_examples=150)
 @given(steps())
 def test_a_token_has_the_same_bits_in_any_step(step: Step) -> None:
-    """Together, a row alone, each of some tokens as a decode, in chunks, in any order, and with any number of threads."""
+    """Together, a row alone, in chunks, tokens as decodes, in any order, and with any number of threads."""
     it, (q, k, v), random = step.backend(), step.new(), Random(step.seed)
     kept = [it.run(0, q, k, v)]  # all of them, so that none of them is given another's memory
     lse = it.attend_lse(0, q)[1]
@@ -315,7 +315,7 @@ def test_nothing_behind_the_end_is_touched(layout: str, block_size: int, num_blo
 
 
 def test_a_value_that_is_no_number_is_not_lost() -> None:
-    """In a row's own key or value, in any of its spans, it shows where it shows in the reference; and in no other row."""
+    """In a row's own key or value, in any of its spans, it shows as in the reference; and in no other row."""
     spec = make_spec(num_blocks=80)
     it, reference = Tiles(spec), ReferenceAttention(spec)
     tables = [array("i", range(first, first + 40)) for first in (0, 40)]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproof.attention import BatchPlan, CacheSpec
-from kvproof.attention.tiled_plan import SPAN, Items, Ints, cut
+from kvproof.attention.tiled_plan import SPAN, Ints, Items, cut
 
 
 class Step(NamedTuple):
