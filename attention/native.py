@@ -59,7 +59,7 @@ def built(source: Path, *included: Path) -> Path:
 def loaded(source: Path, *included: Path) -> ctypes.CDLL | None:
     """The library of `built`; None where it can't be had, or where `KVPROOF_NO_KERNEL=1` says to do without.
 
-    It tells nothing: the attention kernel, which fails for the same reason, does.
+    It tells nothing: the decode kernel, which fails for the same reason, does.
     """
     if os.environ.get("KVPROOF_NO_KERNEL") == "1":
         return None

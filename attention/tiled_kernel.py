@@ -82,7 +82,7 @@ class Planned(NamedTuple):
 class TiledKernel:
     """Attention of a step's tokens, and the writing of their keys and values, on one cache.
 
-    Calls from several threads take turns.
+    Subnormal numbers count as zero. Calls from several threads take turns.
     """
 
     @classmethod

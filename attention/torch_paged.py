@@ -1,11 +1,12 @@
 """Paged attention in plain PyTorch: the default on the CPU, and it runs wherever PyTorch does.
 
-On the CPU, decodes are the work of a compiled kernel that reads the cache in place (`cpu_kernel`). PyTorch has none
-that does, so all else (prefills; decodes too where that kernel can't be built) gathers the keys and values it needs
-into contiguous memory and hands them to `scaled_dot_product_attention`. What makes that quick and safe is the
-gather's index, made once per step for all layers: for every row and position it names the memory of that
-token, and past the end of a sequence that of the sequence's last token. Unused slots, and tokens that a window has
-left, are therefore never read, whatever they hold, and padding costs no cache misses.
+On the CPU, compiled kernels read the cache in place: in bfloat16 on a processor with a matrix unit one for all tokens
+(`tiled_kernel`), elsewhere one for decodes (`cpu_kernel`). PyTorch has none that does, so all else (prefills; decodes
+too where there is no kernel) gathers the keys and values it needs into contiguous memory and hands them to
+`scaled_dot_product_attention`. What makes that quick and safe is the gather's index, made once per step for all layers:
+for every row and position it names the memory of that token, and past the end of a sequence that of the sequence's last
+token. Unused slots, and tokens that a window has left, are therefore never read, whatever they hold, and padding costs
+no cache misses.
 """
 
 from __future__ import annotations

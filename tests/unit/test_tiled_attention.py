@@ -152,7 +152,7 @@ def steps(draw: st.DrawFn) -> Step:
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         head_size=draw(st.sampled_from([32, 64, 96, 128, 256])),
-        block_size=draw(st.sampled_from([1, 5, 16, 24, 64, 300])),
+        block_size=draw(st.sampled_from([1, 5, 15, 16, 24, 64, 300])),
         layout=draw(st.sampled_from(["NHD", "HND"])),
         window=draw(st.none() | st.sampled_from([1, 17, 100, 256, 300])),
         soft_cap=draw(st.none() | st.just(2.0)),
@@ -190,7 +190,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(spec, rows, seed)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(steps())
 def test_a_step_is_right(step: Step) -> None:
     """To what rounding may lose. There is NaN wherever the step has no business."""
@@ -212,7 +212,7 @@ def with_rubbish(kernel: TiledKernel) -> None:
     kernel._parts.fill_(NAN)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(steps())
 def test_a_token_has_the_same_bits_in_any_step(step: Step) -> None:
     """Together, a row alone, in chunks, tokens as decodes, in any order, and with any number of threads."""
@@ -295,7 +295,7 @@ class Guarded:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 77), (5, 60), (16, 20), (300, 2)])
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 79), (5, 60), (15, 21), (16, 20), (300, 2)])
 def test_nothing_behind_the_end_is_touched(layout: str, block_size: int, num_blocks: int) -> None:
     """In a child, which would die of it. A decode and a prefill end in the cache's last slot."""
     spec = make_spec(layout=layout, block_size=block_size, num_blocks=num_blocks, head_size=96)
