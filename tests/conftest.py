@@ -6,6 +6,7 @@ Loaded at import, before a state machine's TestCase takes its settings over from
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +37,13 @@ settings.register_profile(
 # For mutants: so is theirs, asked some fifteen hundred times.
 settings.register_profile("mutants", settings.get_profile("hunt"), max_examples=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(autouse=True)
+def _the_same_tensors() -> None:
+    """A test that draws tensors draws the same ones in each run: one that fails can be run again."""
+    if torch := sys.modules.get("torch"):  # the allocator's tests do without
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from kvproof.attention import BatchPlan, CacheSpec, NotPlanned, cpu_kernel, native, tiled_kernel
-from kvproof.attention.cpu_kernel import DecodeKernel
 from kvproof.attention.tiled_kernel import TiledKernel
 from kvproof.attention.torch_paged import TorchAttention
 
@@ -352,7 +351,7 @@ def test_a_step_that_is_not_the_planned_one_reads_nothing() -> None:
     with pytest.raises(NotPlanned, match="there are 2 tokens, and the last plan was of another step"):
         kernel.attend(0, q)
     with pytest.raises(NotPlanned):
-        kernel.write(0, k, v) if isinstance(kernel, DecodeKernel) else kernel.run(0, q, k, v)
+        kernel.write(0, k, v)
 
 
 @both

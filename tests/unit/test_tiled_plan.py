@@ -23,6 +23,8 @@ class Step(NamedTuple):
     ends: Ints
     block_size: int
     most: int
+    least: int = 1
+    threads: int = 1
 
     def cut(self) -> Items:
         indptr, batch = self.kv_indptr, self.batch
@@ -30,6 +32,8 @@ class Step(NamedTuple):
             *(batch.qo_indptr.numpy(), indptr, batch.kv_indices.numpy(), self.starts, self.ends),
             decodes=batch.num_decodes,
             block_size=self.block_size,
+            threads=self.threads,
+            least=self.least,
             most=self.most,
         )
 
@@ -86,7 +90,9 @@ def steps(draw: st.DrawFn) -> Step:
         seq_lens.append(length)
         query_lens.append(length and draw(st.integers(2, length)))
     window = draw(st.none() | st.sampled_from([1, 17, 256, 300, 600]))
-    return make_step(tables, seq_lens, query_lens, size, draw(st.sampled_from([1, 2, 3, 6, 96])), window)
+    most = draw(st.sampled_from([1, 2, 3, 6, 96]))
+    step = make_step(tables, seq_lens, query_lens, size, most, window)
+    return step._replace(least=draw(st.integers(1, most)), threads=draw(st.integers(1, 8)))
 
 
 @settings(max_examples=150)
@@ -94,16 +100,16 @@ def steps(draw: st.DrawFn) -> Step:
 def test_every_span_that_a_token_sees_is_in_one_item(step: Step) -> None:
     items, members, _, num_parts = step.cut()
     seen: Counter[tuple[int, int]] = Counter()
-    for first, count, first_span, end_span, whole in items.tolist():
+    for first, count, first_span, end_span, part in items.tolist():
         assert 1 <= count <= step.most
         tokens = members[first : first + count].tolist()
         assert len(tokens) == count == len(set(tokens))
-        assert whole or end_span == first_span + 1
+        assert part <= 0 or end_span == first_span + 1
         for token in tokens:
             mine = step.spans(token)
             within = [span for span in range(first_span, end_span) if span in mine]
-            assert within == list(mine) if whole else len(within) == 1
-            assert bool(whole) == (num_parts[token] == 0)
+            assert (part < 0) == (num_parts[token] == 0)
+            assert within == list(mine) if part < 0 else within == list(range(first_span, end_span))
             seen.update((token, span) for span in within)
     assert seen == Counter((token, span) for token in range(len(step.ends)) for span in step.spans(token))
 
@@ -127,16 +133,19 @@ def test_members_of_an_item_see_the_same_blocks(step: Step) -> None:
 
 @settings(max_examples=150)
 @given(steps())
-def test_parts_are_counted_and_nobody_elses(step: Step) -> None:
+def test_parts_are_counted_and_in_the_order_of_spans(step: Step) -> None:
     items, members, first_parts, num_parts = step.cut()
-    kept: Counter[int] = Counter()
-    for first, count, span, _, whole in items.tolist():
-        if not whole:
-            mine = members[first : first + count]
-            kept.update((first_parts[mine] + span - step.starts[mine] // SPAN).tolist())
-    assert kept == Counter(range(int(num_parts.sum())))
+    kept: dict[int, list[int]] = {}
+    for first, count, span, _, part in items.tolist():
+        if part >= 0:
+            for token in members[first : first + count].tolist():
+                kept.setdefault(int(first_parts[token]) + part, []).append(span)
+    assert sorted(kept) == list(range(int(num_parts.sum())))
     assert first_parts.tolist() == [int(num_parts[:token].sum()) for token in range(len(num_parts))]
-    assert all(count in (0, len(step.spans(token))) for token, count in enumerate(num_parts.tolist()))
+    for token, count in enumerate(num_parts.tolist()):
+        spans = [kept[part] for part in range(first_parts[token], first_parts[token] + count)]
+        assert all(len(span) == 1 for span in spans)
+        assert spans == sorted(spans)
 
 
 @settings(max_examples=50)
@@ -148,13 +157,13 @@ def test_arrays_are_as_c_reads_them(step: Step) -> None:
     assert step.cut().items.shape[1:] == (5,)
 
 
-def shared_items(step: Step) -> dict[int, list[list[int]]]:
-    """The members of the items of several decodes, by their span."""
+def shared_items(step: Step) -> dict[tuple[int, int], list[list[int]]]:
+    """The members of the items of several decodes, by the spans."""
     items, members, _, _ = step.cut()
-    found: dict[int, list[list[int]]] = {}
-    for first, count, span, _, whole in items.tolist():
-        if count > 1 and not whole:
-            found.setdefault(span, []).append(members[first : first + count].tolist())
+    found: dict[tuple[int, int], list[list[int]]] = {}
+    for first, count, *spans, part in items.tolist():
+        if count > 1 and part >= 0:
+            found.setdefault(tuple(spans), []).append(members[first : first + count].tolist())
     return found
 
 
@@ -169,19 +178,32 @@ def decodes(beginnings: list[list[int]], size: int = 16, most: int = 96, window:
 def test_a_common_beginning_is_gone_through_once() -> None:
     """600 tokens of it are two spans, and the rest is each row's own."""
     step = decodes([list(range(600 // 8))] * 7 + [list(range(500, 575))], size=8)
-    assert shared_items(step) == {0: [[*range(7)]], 1: [[*range(7)]]}
-    assert len(step.cut().items) == 2 + 7 * 2 + 4
+    assert shared_items(step) == {(0, 2): [[*range(7)]]}
+    assert len(step.cut().items) == 1 + 7 * 2 + 1
 
 
-def test_more_rows_than_fit_are_several_items() -> None:
-    assert shared_items(decodes([list(range(16))] * 8, most=3)) == {0: [[0, 1, 2], [3, 4, 5], [6, 7]]}
+def test_threads_share_the_rows_of_a_common_beginning() -> None:
+    step = decodes([list(range(16))] * 8, most=3)
+    assert shared_items(step) == {(0, 1): [[0, 1, 2], [3, 4, 5], [6, 7]]}
+    step = decodes([list(range(16))] * 8)._replace(threads=3)
+    assert shared_items(step) == {(0, 1): [[0, 1, 2], [3, 4, 5], [6, 7]]}
+    assert shared_items(step._replace(least=5)) == {(0, 1): [[0, 1, 2, 3, 4], [5, 6, 7]]}
 
 
 def test_beginnings_may_part() -> None:
     """Three spans: all in the first, two and two in the second, two in the third."""
     root, left, right = list(range(16)), list(range(16, 32)), list(range(32, 48))
     step = decodes([root + left + list(range(48, 64)), root + right, root + left + list(range(48, 64)), root + right])
-    assert shared_items(step) == {0: [[0, 1, 2, 3]], 1: [[0, 2], [1, 3]], 2: [[0, 2]]}
+    assert shared_items(step) == {(0, 3): [[0, 2]], (0, 2): [[1, 3]]}
+
+
+def test_many_short_rows_are_whole_and_few_long_ones_in_parts() -> None:
+    """A thread with nothing left to do helps with a long row. Parts cost memory: where all are busy there are none."""
+    many = decodes([list(range(16 * row, 16 * row + 16)) for row in range(32)])._replace(threads=8)
+    assert (many.cut().num_parts == 0).all()
+    assert len(many.cut().items) == 32
+    one = decodes([list(range(512))])._replace(threads=2)
+    assert one.cut().num_parts.tolist() == [33]
 
 
 @pytest.mark.parametrize("other", [0, 7, 15])
@@ -193,8 +215,8 @@ def test_one_other_block_and_a_span_is_not_shared(other: int) -> None:
 def test_a_span_is_shared_when_all_of_it_is_seen() -> None:
     """Blocks lie across its ends, a window begins within it, or a row ends there."""
     blocks = list(range(11))  # of 24 tokens: the eleventh holds the span's last
-    assert shared_items(decodes([blocks] * 2, size=24)) == {0: [[0, 1]]}
+    assert shared_items(decodes([blocks] * 2, size=24)) == {(0, 1): [[0, 1]]}
     assert shared_items(decodes([blocks[:10]] * 2, size=24)) == {}
     step = decodes([list(range(32))] * 2, window=200 + 256)
-    assert shared_items(step) == {1: [[0, 1]]}
+    assert shared_items(step) == {(1, 2): [[0, 1]]}
     assert shared_items(decodes([list(range(32))] * 2, window=200 + 255)) == {}
