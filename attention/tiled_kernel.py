@@ -210,7 +210,7 @@ def _rows(x: Tensor) -> tuple[int, int]:
 @cache
 def load() -> ctypes.CDLL | None:
     """The compiled library, where the processor has the unit and the system lets this process use it."""
-    library = native.loaded(SOURCE)
+    library = native.loaded(SOURCE, SOURCE.with_name("tiled_span.h"))
     if library is None or not library.kvproof_may_use_tiles():
         return None
     if [library.kvproof_limits(i) for i in range(3)] != [SPAN, QUERIES, HEAD_SIZE]:

@@ -1,4 +1,4 @@
-"""A decoder's layers, around the attention between them: one operation after the other, or each half layer in one call.
+"""A decoder's layers, around the attention between them: one operation after the other, or compiled.
 
 A decode step of a small model is hundreds of operations of microseconds each, and to call them takes as long again.
 Where all projections are on the matrix unit, what is between two layers' attention is one call (`decoder.c`), of the
