@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -147,8 +147,6 @@ class AttentionBackend(ABC):
 
         A backend serves one thread at a time: `plan`, `run` and `copy_blocks` must not overlap.
         """
-        if batch.kv_indices.is_contiguous():  # others are refused
-            batch = replace(batch, kv_indices=batch.kv_indices.clone())  # blocks that a caller can't change
         batch.validate(self.spec, self._ownership)
         self._plan(batch)
         self._tokens = self._place_tokens(batch)
@@ -231,10 +229,7 @@ class AttentionBackend(ABC):
             raise InvalidArgument(f"{name} is on {tensor.device}; the cache is on {self.cache.device}")
 
     def _plan(self, batch: BatchPlan) -> None:  # noqa: B027
-        """Prepare a validated batch; it becomes `self.batch` on return. Raise before changing anything.
-
-        Its kv_indices are the backend's own, and stay as they are: the next batch is compared with them.
-        """
+        """Prepare a validated batch; it becomes `self.batch` on return. Raise before changing anything."""
 
     def _place_tokens(self, batch: BatchPlan) -> Tensor:
         """`token_index` of the batch on the cache's device. Called after `_plan`."""

@@ -53,8 +53,8 @@ class Plan(ctypes.Structure):
 
 
 class Planned(NamedTuple):
-    """A step for the kernel. `plan` points into `arrays`, which are copies or the backend's own: what a caller does to
-    its batch later must not decide where memory is written."""
+    """A step for the kernel. `plan` points into `arrays`, which are copies: what a caller does to its own batch later
+    must not decide where memory is written."""
 
     rows: int
     tokens: int
@@ -99,17 +99,16 @@ class DecodeKernel:
         self._planned: Planned | None = None
 
     @staticmethod
-    def reach(batch: BatchPlan) -> int:
+    def num_attended(batch: BatchPlan) -> int:
         """How many of a batch's tokens, from the first on, it attends for."""
         return batch.num_decodes
 
     def plan(self, batch: BatchPlan) -> None:
         """Prepare a validated batch."""
         rows = batch.num_decodes
-        kv_indptr, seq_lens, slots = (
-            array.numpy().copy() for array in (batch.kv_indptr, batch.seq_lens, batch.slot_mapping)
+        kv_indptr, kv_indices, seq_lens, slots = (
+            array.numpy().copy() for array in (batch.kv_indptr, batch.kv_indices, batch.seq_lens, batch.slot_mapping)
         )
-        kv_indices = batch.kv_indices.numpy()
         seen = np.minimum(seq_lens[:rows], self._spec.window or INT32_LIMIT - 1)
         starts = seq_lens[:rows] - seen
         spans = -(-seen // self._library.kvproof_span_tokens())

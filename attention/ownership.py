@@ -37,6 +37,7 @@ class Ownership:
     def __init__(self, spec: CacheSpec) -> None:
         # A window takes blocks from the beginnings of tables, which are not what they were then.
         self._library = None if spec.window is not None else load()
+        self.spec = spec
         self._block_size = spec.block_size
         self._uses, self._mark = np.zeros((2, spec.num_blocks), dtype=np.int32)
         self._addresses = self._uses.ctypes.data, self._mark.ctypes.data
@@ -44,22 +45,24 @@ class Ownership:
         self._held: tuple[Ints, Blocks] | None = None  # what its addresses are of
 
     def follow(self, kv_indptr: Ints, indices: Blocks, computed: Ints) -> bool:
-        """Whether these tables are known to be sound. They are those of the next step then, and must not change.
+        """Whether these tables are known to be sound. A copy of them is the next step's to be compared with then.
 
         All blocks are in range, and each row has one for every token; `computed` are those before the step's own.
         """
         if self._library is None:
             return False
-        step = Tables(len(computed), kv_indptr.ctypes.data, indices.ctypes.data)
+        held = kv_indptr.copy(), indices.copy()
+        step = Tables(len(computed), *(array.ctypes.data for array in held))
         kept = np.empty(len(computed), dtype=np.int64)
+        # An interruption leaves counts that are too high, and those only cause another look at everything.
+        last, self._last = self._last, Tables()
         sound = self._library.kvproof_follow(
-            byref(self._last), byref(step), computed.ctypes.data, self._block_size, *self._addresses, kept.ctypes.data
+            byref(last), byref(step), computed.ctypes.data, self._block_size, *self._addresses, kept.ctypes.data
         )
         if not sound:
-            self._last, self._held = Tables(), None
             self._uses.fill(0)
             return False
-        self._last, self._held = step, (kv_indptr, indices)
+        self._last, self._held = step, held
         return True
 
 

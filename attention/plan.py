@@ -184,9 +184,11 @@ class BatchPlan:
     def validate(self, spec: CacheSpec, ownership: Ownership | None = None) -> None:
         """Raise `InvalidBatch`, naming rule, row and value, unless every rule above holds for a cache of `spec`.
 
-        With the `ownership` of that cache's steps before, who owns which block is decided by what has changed since. It
-        keeps the blocks of a valid plan, which must not change any more.
+        With the `ownership` of that cache's steps before, who owns which block is decided by what has changed since.
+        Raises `InvalidArgument` if it is another cache's.
         """
+        if ownership is not None and ownership.spec is not spec and ownership.spec != spec:
+            raise InvalidArgument(f"the ownership is of {ownership.spec}; the plan is for {spec}")
         for name in ARRAYS:
             check_storage(name, getattr(self, name))
         qo_indptr, kv_indptr, last, slots, positions, seq = (

@@ -3,7 +3,8 @@
    Sequences are cut at every SPAN tokens. Of a query and a span we keep the largest score, the sum of the weights
    e^(score - largest), and the sum of the values times their weights, which are rounded to bfloat16 for it. A query's
    spans are folded in their order. None of this depends on what else is computed, so a token's result has the same bits
-   alone and in any batch, as a decode and in a prefill of any length, and with any number of threads.
+   alone and in any batch, as a decode and in a prefill of any length, and with any number of threads, if values are finite
+   (0 times infinity is NaN, also for a token that does not see it).
 
    Queries of one key head are the columns of a product: 16 of them, or 4 where there are no more. Neighbouring tokens of
    a prefill go through a span together, and so do rows that name the same blocks from the beginning on (Juravsky et al.
@@ -245,7 +246,7 @@ INLINE void attend(const int n, const int size, const Shape *s, const Plan *plan
     Place places[2], *here = &places[0], *next = &places[1];
     locate(s, plan, item, item->first_span, &sight, call->cache, next);
     for (int c = 0; c * n < queries; c++) sights[c] = sight_of(n, plan, members, group, c * n, queries);
-    const int most_heads = !small ? 1 : size > 64 ? HEADS / 2 : HEADS;
+    const int most_heads = !small ? 1 : size > 64 ? HEADS / 2 : HEADS; /* more would not stay in the cache */
     for (int head = 0, heads; head < s->num_kv_heads; head += heads) {
         heads = s->num_kv_heads - head < most_heads ? s->num_kv_heads - head : most_heads;
         const int units = small ? heads : (queries + n - 1) / n;

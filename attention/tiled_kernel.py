@@ -70,8 +70,8 @@ class Context(ctypes.Structure):
 
 
 class Planned(NamedTuple):
-    """A step for the kernel. `plan` points into `arrays`, which are copies or the backend's own: what a caller does to
-    its batch later must not decide where memory is written."""
+    """A step for the kernel. `plan` points into `arrays`, which are copies: what a caller does to its own batch later
+    must not decide where memory is written."""
 
     tokens: int
     most_threads: int
@@ -113,16 +113,16 @@ class TiledKernel:
         self._planned: Planned | None = None
 
     @staticmethod
-    def reach(batch: BatchPlan) -> int:
+    def num_attended(batch: BatchPlan) -> int:
         """How many of a batch's tokens, from the first on, it attends for."""
         return batch.num_tokens
 
     def plan(self, batch: BatchPlan) -> None:
         """Prepare a validated batch."""
-        qo_indptr, kv_indptr, slots, positions = (
-            array.numpy().copy() for array in (batch.qo_indptr, batch.kv_indptr, batch.slot_mapping, batch.positions)
+        qo_indptr, kv_indptr, kv_indices, slots, positions = (
+            array.numpy().copy()
+            for array in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.slot_mapping, batch.positions)
         )
-        kv_indices = batch.kv_indices.numpy()
         ends = positions + np.int32(1)
         starts = np.maximum(ends - np.int32(self._spec.window or INT32_LIMIT - 1), 0)
         items, members, first_parts, num_parts = cut(
@@ -139,11 +139,13 @@ class TiledKernel:
         most_threads = 1 + int((ends - starts).sum(dtype=np.int64)) * self._token_bytes // THREAD_BYTES
         with self._lock:
             # Memory that was used before is real, and stays so; new memory is made real page by page.
-            if (size := int(num_parts.sum(dtype=np.int64)) * self._part_floats) > len(self._parts):
-                self._parts = torch.empty(size, dtype=torch.float32, device="cpu")
+            parts, size = self._parts, int(num_parts.sum(dtype=np.int64)) * self._part_floats
+            if size > len(parts):
+                parts = torch.empty(size, dtype=torch.float32, device="cpu")
             addresses = (array.ctypes.data for array in (*arrays, pending))
-            plan = Plan(len(items), batch.num_tokens, *addresses, self._parts.data_ptr())
-            self._planned = Planned(batch.num_tokens, most_threads, plan, (*arrays, pending))
+            plan = Plan(len(items), batch.num_tokens, *addresses, parts.data_ptr())
+            self._planned = Planned(batch.num_tokens, most_threads, plan, (*arrays, pending, parts))
+            self._parts = parts
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write all tokens' k and v [T, num_kv_heads, head_size] to their slots."""
@@ -181,8 +183,10 @@ class TiledKernel:
             addresses = self._cache.data_ptr(), layer_bytes, self._work.data_ptr()
             context = Context(ctypes.pointer(self._shape), ctypes.pointer(step.plan), *addresses, threads)
         function = ctypes.cast(self._library.kvproof_attend_layer, c_void_p).value or 0
-        memory = (context, step, self._cache, self._work, self._parts)
-        return CompiledAttention(run, self._spec, step.tokens, function, ctypes.addressof(context), self._lock, memory)
+        memory = (context, step, self._work)
+        return CompiledAttention(
+            run, self._spec, self._cache, step.tokens, function, ctypes.addressof(context), self._lock, memory
+        )
 
     def _threads(self, step: Planned) -> int:
         """How many threads the step is worth now; there is memory for them."""

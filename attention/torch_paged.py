@@ -1,12 +1,12 @@
 """Paged attention in plain PyTorch: the default on the CPU, and it runs wherever PyTorch does.
 
-On the CPU, compiled kernels read the cache in place: in bfloat16 on a processor with a matrix unit one for all tokens
-(`tiled_kernel`), elsewhere one for decodes (`cpu_kernel`). PyTorch has none that does, so all else (prefills; decodes
-too where there is no kernel) gathers the keys and values it needs into contiguous memory and hands them to
-`scaled_dot_product_attention`. What makes that quick and safe is the gather's index, made once per step for all layers:
-for every row and position it names the memory of that token, and past the end of a sequence that of the sequence's last
-token. Unused slots, and tokens that a window has left, are therefore never read, whatever they hold, and padding costs
-no cache misses.
+On the CPU, compiled kernels read the cache in place: in bfloat16, with heads of whole tiles, on a processor with a
+matrix unit one for all tokens (`tiled_kernel`), elsewhere one for decodes (`cpu_kernel`). PyTorch has none that does,
+so all else (prefills; decodes too where there is no kernel) gathers the keys and values it needs into contiguous memory
+and hands them to `scaled_dot_product_attention`. What makes that quick and safe is the gather's index, made once per
+step for all layers: for every row and position it names the memory of that token, and past the end of a sequence that
+of the sequence's last token. Unused slots, and tokens that a window has left, are therefore never read, whatever they
+hold, and padding costs no cache misses.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class _Call:
 class TorchAttention(AttentionBackend):
     """Batches rows of equal query length and similar sequence length, so that padding is bounded.
 
-    Memory beyond the cache: one call's gather (`GATHER_BYTES`, or one sequence if that is longer), and for prefill
-    with context before it a mask of query_len x seq_len elements; with a soft cap, scores of as many in each head.
+    Memory beyond the cache: on the matrix unit half a megabyte a thread, and parts of long decodes. Elsewhere one
+    call's gather (`GATHER_BYTES`, or one sequence if that is longer), and for prefill with context before it a mask of
+    query_len x seq_len elements; with a soft cap, scores of as many in each head.
     """
 
     name = "torch"
@@ -85,7 +86,7 @@ class TorchAttention(AttentionBackend):
         self._kernel = TiledKernel.create(spec, self.cache) or DecodeKernel.create(spec, self.cache)
 
     def _plan(self, batch: BatchPlan) -> None:
-        self._plan_gather(batch, first=self._kernel.reach(batch) if self._kernel else 0)
+        self._plan_gather(batch, first=self._kernel.num_attended(batch) if self._kernel else 0)
         if self._kernel:
             self._kernel.plan(batch)
 
@@ -166,7 +167,7 @@ class TorchAttention(AttentionBackend):
 
     def step_attention(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         # What somebody has put in the place of `run` or a part of it, here or in a subclass, must be called.
-        untouched = _parts(type(self)) == PARTS and not vars(self).keys() & {"run", "_write", "_attend"}
+        untouched = _replaceable(type(self)) == ORIGINAL and not vars(self).keys() & {"run", "_write", "_attend"}
         if untouched and isinstance(self._kernel, TiledKernel):
             return self._kernel.compiled(self.run)
         return self.run
@@ -241,12 +242,12 @@ class TorchAttention(AttentionBackend):
         return attended.permute(0, 3, 1, 2, 4).reshape(q.shape).to(q.dtype), lse.reshape(q.shape[:2])
 
 
-def _parts(kind: type[TorchAttention]) -> tuple[object, ...]:
-    """What a step's attention is made of."""
+def _replaceable(kind: type[TorchAttention]) -> tuple[object, ...]:
+    """What a subclass or a test may put something else in the place of."""
     return kind.run, kind._write, kind._attend
 
 
-PARTS = _parts(TorchAttention)
+ORIGINAL = _replaceable(TorchAttention)
 
 
 def _similar_rows(query_lens: list[int], keys: list[int], most_keys: int) -> Iterator[list[int]]:

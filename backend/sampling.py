@@ -62,7 +62,7 @@ def first_largest(logits: Tensor) -> Tensor:
     library = _library() if logits.device.type == "cpu" and logits.is_contiguous() and dtype in native.DTYPES else None
     if library is None or vocab % VECTORS:
         return logits.argmax(dim=-1)
-    out = torch.empty(rows, dtype=torch.int64)
+    out = logits.new_empty(rows, dtype=torch.int64)
     threads = min(native.num_threads(), 1 + logits.numel() // THREAD_ELEMENTS)
     library.kvproof_first_largest(
         *(native.DTYPES.index(dtype), threads, rows, vocab), logits.data_ptr(), out.data_ptr()

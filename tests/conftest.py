@@ -41,7 +41,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 @pytest.fixture(autouse=True)
 def _the_same_tensors() -> None:
-    """A test that draws tensors draws the same ones in each run: one that fails can be run again."""
+    """A test begins with the same random tensors in each run. (Examples of Hypothesis go on from there.)"""
     if torch := sys.modules.get("torch"):  # the allocator's tests do without
         torch.manual_seed(0)
 

@@ -146,6 +146,7 @@ class CompiledDecoder:
         if given != wanted:
             names = "tokens, num_heads, num_kv_heads, head_size, dtype and num_layers"
             raise InvalidArgument(f"attention is planned for {given} ({names}); the model has {wanted}")
+        attention.check()
         attended = x.new_empty((len(x), shape.num_heads, shape.head_size))
         with attention.lock:
             self._all(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,15 +131,34 @@ def test_what_stands_in_the_place_of_run_is_called(monkeypatch: pytest.MonkeyPat
     assert torch.equal(planned(Doubled(spec())).run(0, q, k, v), 2 * right)
 
 
-def test_the_step_is_there_until_the_next_plan() -> None:
-    """It holds what its context points into, and a cache that was replaced is not written."""
-    backend, model, (x, cos, sin) = planned(TorchAttention(spec())), decoder(), rows()
-    attention = backend.step_attention()
+def test_it_holds_the_memory_it_points_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the kernel has got itself more, for a longer step and for more threads."""
+    backend, model, (x, cos, sin) = planned(TorchAttention(spec(num_blocks=200))), decoder(), rows()
+    attention, kernel = backend.step_attention(), backend._kernel
     assert isinstance(attention, CompiledAttention)
-    assert replace(attention) == attention
+    assert isinstance(kernel, tiled_kernel.TiledKernel)
     first = model(x.clone(), cos, sin, attention)
-    planned(backend)
-    again = model(x.clone(), cos, sin, backend.step_attention())
+    monkeypatch.setattr("kvproof.attention.native.num_threads", lambda: 7)
+    backend.plan(BatchPlan.build([array("i", range(1, 189))], [3000], [1], 16))
+    q, k, v = drawn(1, 4, 32), drawn(1, 2, 32), drawn(1, 2, 32)
+    backend.run(0, q, k, v)
+    assert len(kernel._parts) > 0
+    gc.collect()
+    torch.full((10**6,), torch.nan)  # in what was freed, if it was
+    again = model(x.clone(), cos, sin, attention)
     assert first is not None
     assert again is not None
     assert torch.equal(first, again)
+
+
+def test_a_cache_that_has_moved_and_another_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = planned(TorchAttention(spec()))
+    attention, model = backend.step_attention(), decoder()
+    backend.cache.share_memory_()
+    with pytest.raises(NotPlanned, match=r"^the cache has moved"):
+        model(*rows(), attention)
+    attention = backend.step_attention()
+    model(*rows(), attention)
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    with pytest.raises(NotPlanned, match=r"^the step was planned by another process"):
+        model(*rows(), attention)

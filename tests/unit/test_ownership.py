@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvproof.allocator import InvalidArgument
 from kvproof.attention import BatchPlan, CacheSpec, InvalidBatch, ownership
 from kvproof.attention.ownership import Ownership
 from kvproof.attention.torch_paged import TorchAttention
@@ -173,3 +174,17 @@ def test_without_its_library_or_with_a_window_everything_is_looked_at(
     plan = plan_of([([3, 1], 2, 1), ([4], 1, 1)], 2)
     assert not follows(known, plan)
     plan.validate(cache(2, window), known)
+
+
+def test_the_ownership_of_another_cache_is_refused() -> None:
+    """Blocks of one may be out of the other's range, where counts would be written."""
+    with pytest.raises(InvalidArgument, match=r"^the ownership is of .*block_size=1.*; the plan is for .*block_size=2"):
+        plan_of([([3, 1], 2, 1)], 2).validate(cache(2), Ownership(cache(1)))
+
+
+@needs_library
+def test_what_a_backend_shows_of_its_plan_is_not_what_it_remembers() -> None:
+    backend, plan = TorchAttention(cache(2)), plan_of([([3, 1], 2, 1), ([4, 5], 2, 1)], 2)
+    backend.plan(plan)
+    backend.batch.kv_indices.fill_(2**30)
+    backend.plan(plan_of([([3, 1], 3, 1), ([4, 5], 3, 1)], 2))

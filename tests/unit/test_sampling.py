@@ -118,3 +118,13 @@ def test_bad_parameters_are_named_in_one_line(field: str, value: float) -> None:
         SamplingParams(**{field: value})
     assert field in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    logits = torch.randn(3, 64)
+    torch.set_default_device("meta")
+    try:
+        found = first_largest(logits)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found, logits.argmax(dim=-1))

@@ -305,15 +305,18 @@ def test_nothing_behind_the_end_is_touched(layout: str, block_size: int, num_blo
     length = num_blocks * block_size
     child = os.fork()
     if child == 0:
-        guarded = Guarded()
-        kernel = make_kernel(spec, guarded.copy(torch.ones(spec.cache_shape).bfloat16()))
-        for query_len in (1, 3, 40):
-            q, k, v = (guarded.copy(torch.ones(query_len, heads, 96).bfloat16()) for heads in (4, 2, 2))
-            kernel.plan(BatchPlan.build([table], [length], [query_len], block_size))
-            kernel.write(0, k, v)
-            if not torch.equal(kernel.attend(0, q), torch.ones(query_len, 4, 96).bfloat16()):
-                os._exit(1)
-        os._exit(0)
+        code = 1
+        try:
+            guarded = Guarded()
+            kernel = make_kernel(spec, guarded.copy(torch.ones(spec.cache_shape).bfloat16()))
+            for query_len in (1, 3, 40):
+                q, k, v = (guarded.copy(torch.ones(query_len, heads, 96).bfloat16()) for heads in (4, 2, 2))
+                kernel.plan(BatchPlan.build([table], [length], [query_len], block_size))
+                kernel.write(0, k, v)
+                assert torch.equal(kernel.attend(0, q), torch.ones(query_len, 4, 96).bfloat16())
+            code = 0
+        finally:
+            os._exit(code)  # or the child would go on with the other tests
     assert os.waitpid(child, 0)[1] == 0
 
 
