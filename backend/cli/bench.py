@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvproof.allocator import InvalidArgument
 from kvproof.cli.bench_compare import (
     THRESHOLD,
     Baseline,
-    OtherMachine,
     baseline_of,
     compare,
     read_baseline,
@@ -118,15 +118,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _baseline(folder: Path, args: argparse.Namespace) -> tuple[Baseline | None, str]:
-    """The one that was named, or the folder's own; None, and why, where the folder has none for this machine."""
+    """The one that was named, or the folder's own; None, and why, where the folder has none that will do."""
     if args.compare is not None:
         return read_baseline(args.compare, quick=args.quick), ""
     stored = stored_baseline(folder, quick=args.quick)
     if not stored.exists():
-        return None, ""
+        return None, f"not compared: there is no {stored}"
     try:
         return read_baseline(stored, quick=args.quick), ""
-    except OtherMachine as error:
+    except InvalidArgument as error:
         return None, f"not compared: {error}"
 
 
@@ -160,6 +160,7 @@ def _as_json(report: Report) -> dict[str, Any]:
         "seconds": round(report.run.seconds, 1),
         "ratios": [{**asdict(ratio), "met": ratio.met} for ratio in report.ratios],
         "regressed": None if comparison is None else [asdict(change) for change in comparison.regressed],
+        "compared": report.compared,
         "failed": report.run.failed,
         "skipped": report.run.skipped,
     }
@@ -184,6 +185,5 @@ def _print(report: Report, folder: Path) -> None:
     for title, reasons in (("absent", absent_of(report.run.results)), ("failed", report.run.failed)):
         for name, reason in reasons.items():
             out.print(f"{title}: {named(name) if title == 'failed' else name}: {reason}", markup=False, soft_wrap=True)
-    if report.compared:
-        out.print(report.compared, markup=False, soft_wrap=True)
+    out.print(report.compared, markup=False, soft_wrap=True)
     out.print(f"{report.verdict}; report: {folder / 'index.html'}", markup=False, soft_wrap=True)

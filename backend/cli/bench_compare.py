@@ -8,7 +8,8 @@ faster than it reads shows other ratios than one that doesn't. So only runs of l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,6 @@ from kvproof.cli.bench_machine import in_words, this_machine
 
 SCHEMA = 2
 THRESHOLD = 0.25
-
-
-class OtherMachine(InvalidArgument):
-    """The baseline is of a machine that differs from this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +71,41 @@ def stored_baseline(folder: Path, *, quick: bool) -> Path:
     return (folder if folder.is_dir() else folder.parent) / f"baseline{'-quick' if quick else ''}.json"
 
 
+def _is_object(value: Any, of: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, dict) and all(map(of, value.values()))
+
+
+def _is_ratio(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
+FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "quick": ("true or false", lambda value: isinstance(value, bool)),
+    "machine": ("an object", _is_object),
+    "versions": ("an object of strings", lambda value: _is_object(value, lambda one: isinstance(one, str))),
+    "ratios": (
+        "an object of objects of numbers above 0",
+        lambda value: _is_object(value, lambda one: _is_object(one, _is_ratio)),
+    ),
+}
+"""What each field of a baseline must be, in words and as a check."""
+
+
 def read_baseline(file: Path, *, quick: bool) -> Baseline:
-    """Raises `InvalidArgument` unless it is of a run of the same sizes, `OtherMachine` if of another machine."""
+    """Raises `InvalidArgument` unless it is a whole one, of a run of the same sizes on a machine like this."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"can't read the baseline {file}: {error}") from None
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA or "ratios" not in stored:
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise InvalidArgument(f"{file} is no baseline: give the ratios.json that an earlier run has written")
+    for field, (form, has_form) in FORMS.items():
+        if not has_form(value := stored.get(field)):
+            raise InvalidArgument(f"{file} is damaged: {field!r} must be {form}, it is {reprlib.repr(value)}")
     if stored["quick"] != quick:
         raise InvalidArgument(f"{file} is of a run with{'' if stored['quick'] else 'out'} --quick, whose sizes differ")
     if stored["machine"] != this_machine():
-        raise OtherMachine(f"{file} is of another machine: {_differences(stored['machine'], this_machine())}")
+        raise InvalidArgument(f"{file} is of another machine: {_differences(stored['machine'], this_machine())}")
     return Baseline(file, stored["versions"], stored["ratios"])
 
 

@@ -29,13 +29,13 @@ MEANINGS = {
 @dataclass(frozen=True, slots=True)
 class Report:
     """All that the two forms show. `comparison` is there when the run was compared with an earlier one; `why_none` says
-    why it was not, although there was a baseline."""
+    why it was not."""
 
     command: str
     run: Run
     ratios: list[Ratio]
     comparison: Comparison | None
-    why_none: str = ""
+    why_none: str
 
     @property
     def failed(self) -> bool:
@@ -44,7 +44,7 @@ class Report:
     @property
     def verdict(self) -> str:
         met = [ratio.met for ratio in self.ratios if ratio.met is not None]
-        parts = [f"{len(self.run.results['benchmarks'])} benchmarks, {len(self.ratios)} ratios"]
+        parts = [counted(len(self.run.results["benchmarks"]), "benchmark"), counted(len(self.ratios), "ratio")]
         if met:
             parts.append(f"{sum(met)} of {len(met)} aims met")
         if self.comparison is not None:
@@ -60,10 +60,13 @@ class Report:
         if one is None:
             return self.why_none
         moved = {name: was for name, was in one.baseline.versions.items() if versions().get(name) != was}
+        again = (
+            f"; {counted(self.run.again, 'benchmark')} {'was' if self.run.again == 1 else 'were'} measured once more"
+        )
         return (
             f"compared with {one.baseline.file}{f', of {listed(moved)}' if moved else ''}: {len(one.regressed)} of "
             f"{len(one.changes)} ratios are more than {one.threshold:.0%} worse, {len(one.missing)} were not measured "
-            f"now{f'; {self.run.again} benchmarks were measured once more' if self.run.again else ''}"
+            f"now{again if self.run.again else ''}"
         )
 
     @property
@@ -78,6 +81,10 @@ class Report:
             f"{when} UTC{of}, took {self.run.seconds:.0f} s. Machine: {in_words(this_machine())}. "
             f"Versions: {listed(versions())}."
         )
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def listed(packages: dict[str, str]) -> str:
@@ -122,8 +129,7 @@ def _markdown(report: Report) -> Iterator[str]:
 
     yield f"# kvproof bench: {report.verdict}\n"
     yield f"`{report.command}`, {report.origin}\n"
-    if report.compared:
-        yield f"{report.compared}\n"
+    yield f"{report.compared}\n"
     yield f"*times X*: {MEANINGS['times ']}. *over X*: {MEANINGS['over ']}. docs/benchmarks.md says what each X is.\n"
     yield from rows(*table_of(report))
     yield f"\n## Times\n\n{TIMED}\n"
@@ -169,8 +175,7 @@ def page_of(report: Report) -> str:
 def _sections(report: Report) -> Iterator[str]:
     yield html.heading(f"kvproof bench: {report.verdict}", failed=report.failed)
     yield f"<p><code>{escape(report.command)}</code></p>{html.note(report.origin)}"
-    if report.compared:
-        yield f"<p>{escape(report.compared)}</p>"
+    yield f"<p>{escape(report.compared)}</p>"
     for title, kind in (("Beside peers", "times "), ("Beside limits", "over ")):
         if chosen := [ratio for ratio in report.ratios if ratio.name.startswith(kind)]:
             told = f"{kind}X: {MEANINGS[kind]}. Bars begin at 1, green is the better side; the black mark is the aim."

@@ -28,7 +28,7 @@ class BenchmarksFailed(KvproofError, RuntimeError):
 class Run:
     """What a run measured, as pytest-benchmark's JSON, and what it did not, with the reason, by test."""
 
-    results: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=lambda: {"benchmarks": []})
     failed: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -36,8 +36,9 @@ class Run:
     """How many benchmarks were measured once more."""
 
     def take(self, later: Run) -> None:
-        """Have a later run's measurements of some of the same benchmarks instead of one's own."""
-        taken = {benchmark["fullname"]: benchmark for benchmark in later.results["benchmarks"]}
+        """Have a later run's measurements of some of the same benchmarks instead of one's own, but for failed ones."""
+        measured = {benchmark["fullname"]: benchmark for benchmark in later.results["benchmarks"]}
+        taken = {name: benchmark for name, benchmark in measured.items() if name not in later.failed}
         benchmarks = self.results["benchmarks"]
         self.results["benchmarks"] = [taken.get(benchmark["fullname"], benchmark) for benchmark in benchmarks]
         self.failed |= later.failed
@@ -72,7 +73,7 @@ def measure(
     """Run all benchmarks under `folder`, or `only` those. The JSON and the log lie in `output` afterwards.
 
     `on_event` is told {"total": n}, then {"running": test} and {"done": test, "outcome": ..., "reason": ...} for each.
-    Raises `BenchmarksFailed` when there is nothing to report.
+    Raises `BenchmarksFailed` when nothing was measured; `only` some benchmarks have failed then.
     """
     started, run = monotonic(), Run()
     json_file, log_file = output / JSON_FILE, output / LOG_FILE
@@ -101,8 +102,11 @@ def measure(
                     run.skipped[event["done"]] = event["reason"]
                 on_event(event)
     run.seconds = monotonic() - started
-    if not json_file.exists() or not json_file.stat().st_size:
-        why = next(iter(run.failed.values()), f"pytest ended with {process.returncode} and measured nothing")
-        raise BenchmarksFailed(f"{why} (see {log_file})")
-    run.results = json.loads(json_file.read_text(encoding="utf-8"))
+    if json_file.exists() and json_file.stat().st_size:
+        run.results = json.loads(json_file.read_text(encoding="utf-8"))
+        return run
+    why = f"pytest ended with {process.returncode} and measured nothing"
+    if not only:
+        raise BenchmarksFailed(f"{next(iter(run.failed.values()), why)} (see {log_file})")
+    run.failed = dict.fromkeys(only, f"{why} (see {log_file})") | run.failed
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvproof.allocator import InvalidArgument
-from kvproof.cli import bench_run, main
+from kvproof.cli import bench_machine, bench_run, main
 from kvproof.cli.bench_compare import Baseline, compare
 from kvproof.cli.bench_figures import Figures, Ratio, ratios_of, shown
 from kvproof.cli.bench_machine import in_words, this_machine
@@ -47,6 +48,16 @@ def test_busy(benchmark):
     Figures(benchmark).over("limit", [1.1 if began.exists() else 3.0], [1.0])
     began.touch()
 """
+FAILING_AGAIN = (
+    BUSY_AT_FIRST
+    + """
+    assert not began.with_name("broken").exists(), "broken meanwhile"
+    began.with_name("broken").touch()
+"""
+)
+DYING_AGAIN = FAILING_AGAIN.replace(
+    "    assert", "    import os; began.with_name('broken').exists() and os._exit(7)\n    assert"
+)
 FAILING = """
 def test_broken(benchmark):
     assert 1 + 1 == 3, "arithmetic"
@@ -88,7 +99,7 @@ def test_a_run_writes_a_report_and_its_ratios_are_a_baseline(
     assert "fake: fast[many]" in told
     assert "absent: peer & co: not asked for" in told
     assert f"2 benchmarks, 4 ratios, 2 of 4 aims met; report: {first / 'index.html'}" in told
-    assert "compared" not in told
+    assert f"not compared: there is no {folder / 'baseline-quick.json'}\n" in told
     benchmarks = json.loads((first / "benchmarks.json").read_text())["benchmarks"]
     assert [(b["extra_info"]["size"], b["extra_info"]["quick"]) for b in benchmarks] == [(1, "1"), (1000, "1")]
     ratios = json.loads((first / "ratios.json").read_text())
@@ -162,6 +173,17 @@ def test_the_baseline_of_the_folder_is_compared_with_where_the_machine_is_like_i
     assert told.splitlines()[-2] in (tmp_path / "report" / "report.md").read_text()
 
 
+def test_a_damaged_baseline_of_the_folder_is_passed_over(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = folder / "baseline.json"
+    stored.write_text('{"schema": 2, "quick": false, "versions": {}, "ratios": {}}')
+    assert bench(folder, "--report", tmp_path / "report", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["regressed"] is None
+    assert told["compared"] == f"not compared: {stored} is damaged: 'machine' must be an object, it is None"
+
+
 def test_what_seems_to_have_regressed_is_measured_once_more(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,9 +196,7 @@ def test_what_seems_to_have_regressed_is_measured_once_more(
     capsys.readouterr()
     assert bench(folder, "--report", report, "--quick") == 0
     told = capsys.readouterr().out
-    assert (
-        "0 of 5 ratios are more than 25% worse, 0 were not measured now; 1 benchmarks were measured once more" in told
-    )
+    assert "0 of 5 ratios are more than 25% worse, 0 were not measured now; 1 benchmark was measured once more" in told
     measured = {
         b["name"]: b["extra_info"]["ratios"] for b in json.loads((report / "benchmarks.json").read_text())["benchmarks"]
     }
@@ -184,11 +204,68 @@ def test_what_seems_to_have_regressed_is_measured_once_more(
     assert len(measured) == 3
 
 
+@pytest.mark.parametrize(
+    ("code", "others", "reason"),
+    [
+        (FAILING_AGAIN, True, "AssertionError: broken meanwhile"),
+        (FAILING_AGAIN, False, "AssertionError: broken meanwhile"),
+        (DYING_AGAIN, False, "pytest ended with 7 and measured nothing (see {report}/pytest.log)"),
+    ],
+    ids=["beside one that does not fail", "alone", "with the whole process"],
+)
+def test_the_first_measurement_stands_where_the_second_fails(
+    folder: Path, tmp_path: Path, code: str, others: bool, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report"
+    (folder / "test_busy.py").write_text(code)
+    (folder / "began").touch()
+    assert bench(folder, "--report", report) == 0
+    ratios = json.loads((report / "ratios.json").read_text())
+    busy, fast = (next(test for test in ratios["ratios"] if name in test) for name in ("busy", "fast[one]"))
+    ratios["ratios"][busy] = {"over limit": 0.1}
+    if others:
+        ratios["ratios"][fast] = {"times peer & co": 40.0}
+    (folder / "baseline.json").write_text(json.dumps(ratios))
+    (folder / "began").unlink()
+    (folder / "broken").unlink()
+    capsys.readouterr()
+    assert bench(folder, "--report", report, "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["failed"][busy] == reason.format(report=report)
+    assert [ratio["value"] for ratio in told["ratios"] if ratio["benchmark"] == busy] == [3.0]
+    assert [change["ratio"]["benchmark"] for change in told["regressed"]] == [busy, fast][: 1 + others]
+    assert len(json.loads((report / "benchmarks.json").read_text())["benchmarks"]) == 3
+    assert "over limit | 3 |" in (report / "report.md").read_text()
+
+
 def test_the_machine_is_told_in_general_terms() -> None:
     machine = {"processor": "X", "instructions": ["A", "B"], "cores": 2, "threads": 1, "loops": True, "compiler": False}
     assert in_words(machine) == "X, A B, 2 cores, 1 thread, with loops, without compiler"
-    assert {type(value) for value in this_machine().values()} == {str, list, int, bool}
+    assert in_words({"KiB of cache": None, "system": "Y"}) == "Y"
+    assert {type(value) for value in this_machine().values()} <= {str, list, int, bool, type(None)}
     assert platform.node() not in json.dumps(this_machine()).split('"')
+
+
+def test_a_machine_has_the_cache_that_all_its_cores_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, level, size in ((0, 1, "48K"), (1, 3, "36608K"), (2, 2, "2048K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "level").write_text(f"{level}\n")
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    for caches, known in ((tmp_path, 36_608), (tmp_path / "index0", None)):
+        monkeypatch.setattr(bench_machine, "CACHES", caches)
+        assert this_machine.__wrapped__()["KiB of L3 cache"] == known
+
+
+@pytest.mark.parametrize(
+    ("compiler", "without", "compiled"),
+    [("/bin/cc", "0", True), ("/bin/cc", "1", False), (None, "0", False)],
+)
+def test_a_machine_has_compiled_kernels_where_they_are_used(
+    compiler: str | None, without: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: compiler)
+    monkeypatch.setenv("KVPROOF_NO_KERNEL", without)
+    assert this_machine.__wrapped__()["compiled kernels"] is compiled
 
 
 def test_a_benchmark_that_fails_is_told_and_exit_1(
@@ -240,17 +317,33 @@ def test_without_a_checkout_it_says_what_is_needed(
     assert "run this in a checkout of kvproof, after make dev, or name a folder of your own benchmarks" in told
 
 
+def damaged(field: str, value: Any) -> str:
+    """A baseline of a full run with `value` in one of its fields; None stands for no such field."""
+    whole = {"schema": 2, "quick": False, "machine": {}, "versions": {}, "ratios": {}, field: value}
+    return json.dumps({name: told for name, told in whole.items() if told is not None})
+
+
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
         ("{", "can't read the baseline"),
         ('{"benchmarks": []}', "is no baseline: give the ratios.json"),
         ('{"schema": 1, "quick": false, "ratios": {}}', "is no baseline: give the ratios.json"),
-        ('{"schema": 2, "quick": true, "ratios": {}}', "is of a run with --quick, whose sizes differ"),
-        (
-            '{"schema": 2, "quick": false, "machine": {}, "ratios": {}}',
-            "is of another machine: it has no more, this one",
-        ),
+        ("[]", "is no baseline: give the ratios.json"),
+        (damaged("quick", None), "old.json is damaged: 'quick' must be true or false, it is None"),
+        (damaged("quick", 0), "'quick' must be true or false, it is 0"),
+        (damaged("machine", None), "'machine' must be an object, it is None"),
+        (damaged("machine", "X"), "'machine' must be an object, it is 'X'"),
+        (damaged("versions", ["torch"]), "'versions' must be an object of strings, it is ['torch']"),
+        (damaged("versions", {"torch": 2}), "'versions' must be an object of strings"),
+        (damaged("ratios", None), "'ratios' must be an object of objects of numbers above 0"),
+        (damaged("ratios", {"b": 1.5}), "'ratios' must be an object of objects of numbers above 0"),
+        (damaged("ratios", {"b": {"times X": "2"}}), "'ratios' must be an object of objects of numbers above 0"),
+        (damaged("ratios", {"b": {"times X": 0}}), "'ratios' must be an object of objects of numbers above 0"),
+        (damaged("ratios", {"b": {"times X": float("nan")}}), "'ratios' must be an object of objects of numbers above"),
+        (damaged("quick", True), "is of a run with --quick, whose sizes differ"),
+        (damaged("machine", {}), "is of another machine: it has no more, this one"),
+        (damaged("machine", {"instructions": [1]}), "is of another machine: it has 1, this one"),
     ],
 )
 def test_what_is_no_baseline_is_refused_before_anything_runs(
