@@ -61,6 +61,7 @@ def in_words(machine: Mapping[str, Any]) -> str:
             return f"{'with' if value else 'without'} {name}"
         if isinstance(value, int):
             return f"{value} {name if value != 1 else name.removesuffix('s')}"
-        return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+        return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    return ", ".join(filter(None, (told(name, value) for name, value in machine.items())))
+    known = [told(name, value) for name, value in machine.items() if value is not None]
+    return ", ".join(filter(None, known))
