@@ -49,7 +49,9 @@ def this_machine() -> dict[str, Any]:
 def _l3_size() -> int | None:
     """In KiB, the unit in which Linux tells it."""
     try:
-        sizes = {(folder / "level").read_text().strip(): (folder / "size").read_text() for folder in CACHES.iterdir()}
+        sizes = {
+            (folder / "level").read_text().strip(): (folder / "size").read_text() for folder in CACHES.glob("index*")
+        }
         return int(sizes["3"].strip().removesuffix("K"))
     except (OSError, KeyError, ValueError):
         return None

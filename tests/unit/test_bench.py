@@ -247,6 +247,7 @@ def test_the_machine_is_told_in_general_terms() -> None:
 
 
 def test_a_machine_has_the_cache_that_all_its_cores_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "uevent").touch()  # as Linux has it, beside the folders
     for index, level, size in ((0, 1, "48K"), (1, 3, "36608K"), (2, 2, "2048K")):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "level").write_text(f"{level}\n")
