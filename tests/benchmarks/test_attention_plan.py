@@ -71,6 +71,10 @@ def test_plan(step: str, work: str, benchmark: BenchmarkFixture) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    started = perf_counter()
-    run()
-    return perf_counter() - started
+    """The quickest of several calls: one takes microseconds, and now and then waits for whoever has the core."""
+    quickest = float("inf")
+    for _ in range(20):
+        started = perf_counter()
+        run()
+        quickest = min(quickest, perf_counter() - started)
+    return quickest
