@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import subprocess
-import threading
 from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -21,17 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvproof.attention.errors import NotPlanned
-from kvproof.attention.native import DTYPES, built, num_threads
+from kvproof.attention.native import DTYPES, built, num_threads, switched_off
 from kvproof.attention.plan import BatchPlan
+from kvproof.attention.planned_kernel import THREAD_BYTES, PlannedKernel, rows_of
 from kvproof.attention.spec import INT32_LIMIT, CacheSpec
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decode.c")
-
-THREAD_BYTES = 2**16
-"""Keys and values that are worth a thread: reading as much takes about as long as waking one and waiting for it."""
 
 
 class Shape(ctypes.Structure):
@@ -64,24 +59,22 @@ class Planned(NamedTuple):
     arrays: tuple[object, ...]
 
 
-class DecodeKernel:
-    """Attention of a step's decodes, and the writing of all its keys and values, on one cache.
-
-    Calls from several threads take turns.
-    """
+class DecodeKernel(PlannedKernel[Planned]):
+    """Attention of a step's decodes, and the writing of all its keys and values, on one cache."""
 
     @classmethod
     def create(cls, spec: CacheSpec, kv_cache: Tensor) -> DecodeKernel | None:
         """The kernel on the cache of `spec`, or None where this machine or this cache has none."""
         if spec.cache_dtype is not None or kv_cache.device.type != "cpu" or spec.dtype not in DTYPES:
             return None
-        if os.environ.get("KVPROOF_NO_KERNEL") == "1":
+        if switched_off():
             return None
         library = load()
         return None if library is None else cls(library, spec, kv_cache)
 
     def __init__(self, library: ctypes.CDLL, spec: CacheSpec, kv_cache: Tensor) -> None:
-        self._library, self._spec = library, spec
+        super().__init__(spec, kv_cache)
+        self._library = library
         self._shape = Shape(
             DTYPES.index(spec.dtype),
             spec.num_heads,
@@ -92,11 +85,7 @@ class DecodeKernel:
             spec.softmax_scale,
             spec.soft_cap or 0.0,
         )
-        self._layers = kv_cache.unbind()  # their addresses are asked for at each call: a cache may move
-        self._token_bytes = 2 * spec.num_kv_heads * spec.head_size * kv_cache.element_size()
         self._span_bytes = library.kvproof_span_bytes(self._shape)
-        self._lock = threading.Lock()
-        self._planned: Planned | None = None
 
     @staticmethod
     def num_attended(batch: BatchPlan) -> int:
@@ -128,8 +117,8 @@ class DecodeKernel:
         k, v = self._packed(k), self._packed(v)
         with self._lock:
             step = self._step(len(k))
-            slots, cache = step.slots.ctypes.data, self._layers[layer].data_ptr()
-            self._library.kvproof_write(self._shape, step.tokens, slots, cache, *_rows(k), *_rows(v))
+            slots, cache = step.slots.ctypes.data, self._cache[layer].data_ptr()
+            self._library.kvproof_write(self._shape, step.tokens, slots, cache, *rows_of(k), *rows_of(v))
 
     def attend(self, layer: int, q: Tensor, lse: Tensor | None = None) -> Tensor:
         """Attention of the decodes, which are the first of q's tokens: [num_decodes, num_heads, head_size].
@@ -140,25 +129,10 @@ class DecodeKernel:
         with self._lock:
             step = self._step(len(q))
             out = q.new_empty((step.rows, *q.shape[1:]))
-            threads, cache = min(num_threads(), step.most_threads), self._layers[layer].data_ptr()
+            threads, cache = min(num_threads(), step.most_threads), self._cache[layer].data_ptr()
             results = out.data_ptr(), None if lse is None else lse.data_ptr()
-            self._library.kvproof_decode(self._shape, step.plan, threads, cache, *_rows(q), *results)
+            self._library.kvproof_decode(self._shape, step.plan, threads, cache, *rows_of(q), *results)
         return out
-
-    def _step(self, num_tokens: int) -> Planned:
-        """The planned step, which must be of so many tokens: memory behind others would be read."""
-        if self._planned is None or self._planned.tokens != num_tokens:
-            raise NotPlanned(f"there are {num_tokens} tokens, and the last plan was of another step")
-        return self._planned
-
-    def _packed(self, x: Tensor) -> Tensor:
-        """With each token's heads in one piece; tokens may be apart, as in a slice of fused projections."""
-        return x if x.stride()[1:] == (self._spec.head_size, 1) else x.contiguous()
-
-
-def _rows(x: Tensor) -> tuple[int, int]:
-    """Address of the first token, and bytes from one to the next."""
-    return x.data_ptr(), x.stride(0) * x.element_size()
 
 
 @cache

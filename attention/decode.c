@@ -8,7 +8,7 @@
 
    A layer of the cache is [blocks][2][slots][kv heads][head size], or [blocks][2][kv heads][slots][head size] (HND). */
 
-#include "vectors.h"
+#include "paged.h"
 
 enum {
     SPAN = 512,       /* tokens */
@@ -261,15 +261,7 @@ void kvproof_decode(const Shape *s, const Plan *plan, int threads, const char *c
 /* Copies token t's key and value, k_stride and v_stride bytes after those before, to slot_mapping[t]. */
 void kvproof_write(const Shape *s, int tokens, const int32_t *slot_mapping, char *cache, const char *k, size_t k_stride,
                    const char *v, size_t v_stride) {
-    const size_t vector = s->head_size * width(s->dtype), values = vector * s->num_kv_heads * s->block_size;
-    const size_t run = s->hnd ? vector : vector * s->num_kv_heads; /* bytes of a token that lie together */
-    const int runs = s->hnd ? s->num_kv_heads : 1;
-    for (int t = 0; t < tokens; t++) {
-        const int block = slot_mapping[t] / s->block_size, slot = slot_mapping[t] % s->block_size;
-        for (int i = 0; i < runs; i++) {
-            char *to = cache + (size_t)block * 2 * values + (i * (size_t)s->block_size + slot) * run;
-            memcpy(to, k + t * k_stride + i * run, run);
-            memcpy(to + values, v + t * v_stride + i * run, run);
-        }
-    }
+    const size_t vector = s->head_size * width(s->dtype);
+    for (int t = 0; t < tokens; t++)
+        write_slot(cache, slot_mapping[t], vector, s->num_kv_heads, s->block_size, s->hnd, k + t * k_stride, v + t * v_stride);
 }

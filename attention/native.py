@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("tiles.h", "vectors.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("paged.h", "tiles.h", "vectors.h"))
 FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{HEADERS[0].parent}")
 DTYPES = ("float32", "bfloat16", "float16")
 """Types of elements, in the order of the header's numbers for them."""
@@ -31,8 +31,13 @@ def num_threads() -> int:
     return torch.get_num_threads() if os.getpid() == _process else 1
 
 
+def switched_off() -> bool:
+    """Whether the environment says to do without compiled kernels."""
+    return os.environ.get("KVPROOF_NO_KERNEL") == "1"
+
+
 def built(source: Path, *included: Path) -> Path:
-    """The library made from a C file, which may include `vectors.h`, `tiles.h` and those beside it that are named.
+    """The library made from a C file, which may include `HEADERS` and those beside it that are named.
 
     Raises `OSError` or `SubprocessError`, which say in one line why there is none.
     """
@@ -61,7 +66,7 @@ def loaded(source: Path, *included: Path) -> ctypes.CDLL | None:
 
     It tells nothing: the decode kernel, which fails for the same reason, does.
     """
-    if os.environ.get("KVPROOF_NO_KERNEL") == "1":
+    if switched_off():
         return None
     try:
         return ctypes.CDLL(str(built(source, *included)))

@@ -12,6 +12,7 @@
 
    A layer of the cache is [blocks][2][slots][kv heads][head size], or [blocks][2][kv heads][slots][head size] (HND). */
 
+#include "paged.h"
 #include "tiled_span.h"
 
 #ifdef HAVE_TILES
@@ -338,16 +339,9 @@ static void attend_many(const Shape *s, const Plan *plan, const Item *item, cons
     FOR_EACH_SIZE(TILE)
 }
 
-/* Copies a token's key and value to its slot. */
 static void write_token(const Shape *s, const Plan *plan, const Call *call, int token) {
-    const int block = plan->slot_mapping[token] / s->block_size, slot = plan->slot_mapping[token] % s->block_size;
-    const size_t vector = 2 * (size_t)s->head_size, values = vector * s->num_kv_heads * s->block_size;
-    const size_t run = s->hnd ? vector : vector * s->num_kv_heads; /* bytes of a token that lie together */
-    for (int i = 0; i < (s->hnd ? s->num_kv_heads : 1); i++) {
-        char *to = call->cache + (size_t)block * 2 * values + (i * (size_t)s->block_size + slot) * run;
-        memcpy(to, call->k + token * call->k_stride + i * run, run);
-        memcpy(to + values, call->v + token * call->v_stride + i * run, run);
-    }
+    const char *k = call->k + token * call->k_stride, *v = call->v + token * call->v_stride;
+    write_slot(call->cache, plan->slot_mapping[token], 2 * (size_t)s->head_size, s->num_kv_heads, s->block_size, s->hnd, k, v);
 }
 
 /* ---- what Python calls ---- */

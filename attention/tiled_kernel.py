@@ -7,8 +7,6 @@ one of a prefill of any length.
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
@@ -23,15 +21,13 @@ from kvproof.attention import native
 from kvproof.attention.compiled import CompiledAttention
 from kvproof.attention.errors import NotPlanned
 from kvproof.attention.plan import BatchPlan
+from kvproof.attention.planned_kernel import THREAD_BYTES, PlannedKernel, rows_of
 from kvproof.attention.spec import INT32_LIMIT, CacheSpec
 from kvproof.attention.tiled_plan import SPAN, cut
 
 SOURCE = Path(__file__).with_name("tiled.c")
 TILE, QUERIES, HEAD_SIZE, DEPTH = 16, 96, 256, 32
 """Queries of a column, most queries of a key head in an item, largest head size, and what it is a multiple of."""
-
-THREAD_BYTES = 2**16
-"""Keys and values that are worth a thread."""
 
 
 class Shape(ctypes.Structure):
@@ -79,10 +75,10 @@ class Planned(NamedTuple):
     arrays: tuple[object, ...]
 
 
-class TiledKernel:
+class TiledKernel(PlannedKernel[Planned]):
     """Attention of a step's tokens, and the writing of their keys and values, on one cache.
 
-    Subnormal numbers count as zero. Calls from several threads take turns.
+    Subnormal numbers count as zero.
     """
 
     @classmethod
@@ -92,25 +88,22 @@ class TiledKernel:
             return None
         if spec.head_size % DEPTH or spec.head_size > HEAD_SIZE or spec.group_size > QUERIES:
             return None
-        if os.environ.get("KVPROOF_NO_KERNEL") == "1":
+        if native.switched_off():
             return None
         library = load()
         return None if library is None else cls(library, spec, kv_cache)
 
     def __init__(self, library: ctypes.CDLL, spec: CacheSpec, kv_cache: Tensor) -> None:
-        self._library, self._spec = library, spec
+        super().__init__(spec, kv_cache)
+        self._library = library
         self._shape = Shape(
             *(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size, spec.layout == "HND"),
             *(spec.softmax_scale, spec.soft_cap or 0.0),
         )
-        self._cache = kv_cache  # whose address is asked for at each call: it may move
-        self._token_bytes = 2 * spec.num_kv_heads * spec.head_size * kv_cache.element_size()
         self._part_floats: int = library.kvproof_part_floats(self._shape)
         self._work_bytes: int = library.kvproof_work_bytes()
         self._work = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._parts = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._lock = threading.Lock()
-        self._planned: Planned | None = None
 
     @staticmethod
     def num_attended(batch: BatchPlan) -> int:
@@ -152,7 +145,7 @@ class TiledKernel:
         k, v = self._packed(k), self._packed(v)
         with self._lock:
             step = self._step(len(k))
-            (at_k, k_stride), (at_v, v_stride) = _rows(k), _rows(v)
+            (at_k, k_stride), (at_v, v_stride) = rows_of(k), rows_of(v)
             call = Call(self._cache[layer].data_ptr(), None, at_k, at_v, 0, k_stride, v_stride, None, None)
             self._library.kvproof_write(self._shape, step.plan, call)
 
@@ -165,7 +158,7 @@ class TiledKernel:
         with self._lock:
             step = self._step(len(q))
             out = q.new_empty(q.shape)
-            at_q, q_stride = _rows(q)
+            at_q, q_stride = rows_of(q)
             cache, at_lse = self._cache[layer].data_ptr(), None if lse is None else lse.data_ptr()
             call = Call(cache, at_q, None, None, q_stride, 0, 0, out.data_ptr(), at_lse)
             threads = self._threads(step)
@@ -194,21 +187,6 @@ class TiledKernel:
         if (size := threads * self._work_bytes) > len(self._work):
             self._work = torch.empty(size, dtype=torch.uint8, device="cpu")
         return threads
-
-    def _step(self, num_tokens: int) -> Planned:
-        """The planned step, which must be of so many tokens: memory behind others would be read."""
-        if self._planned is None or self._planned.tokens != num_tokens:
-            raise NotPlanned(f"there are {num_tokens} tokens, and the last plan was of another step")
-        return self._planned
-
-    def _packed(self, x: Tensor) -> Tensor:
-        """With each token's heads in one piece; tokens may be apart, as in a slice of fused projections."""
-        return x if x.stride()[1:] == (self._spec.head_size, 1) else x.contiguous()
-
-
-def _rows(x: Tensor) -> tuple[int, int]:
-    """Address of the first token, and bytes from one to the next."""
-    return x.data_ptr(), x.stride(0) * x.element_size()
 
 
 @cache
